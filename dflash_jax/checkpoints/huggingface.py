@@ -1,0 +1,238 @@
+"""Loading targets and drafters from Hugging Face folders, and exporting drafters in the z-lab layout."""
+
+import json
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from transformers import PreTrainedTokenizerFast
+
+from dflash_jax.checkpoints.names import drafter_entries, prefixed_target_entries
+from dflash_jax.checkpoints.safetensors_io import (
+    SINGLE_FILE,
+    CheckpointError,
+    TensorFolder,
+    fingerprint,
+    read_json,
+    write_safetensors,
+)
+from dflash_jax.checkpoints.sources import TEXT_FILES, WEIGHT_FILES, resolve_source
+from dflash_jax.checkpoints.weights import check_dtype, collect, fill
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.family import (
+    DrafterConfig,
+    TargetConfig,
+    check_drafter_matches_target,
+    check_mask_token_id,
+    drafter_config_to_dict,
+    parse_drafter_config,
+    parse_target_config,
+)
+from dflash_jax.models.target import Target
+
+# fetched only so that its presence can be refused; never opened
+_MASK_EMBEDDING_FILE = "mask_embedding.pt"
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A target ready to run.
+
+    Attributes:
+        model, config: the parameters and their description.
+        tokenizer: the folder's tokenizer, or None when it has no tokenizer.json.
+        stop_token_ids: ascending union of what generation config, config.json and tokenizer call end of sequence.
+        source: what was asked for.
+        fingerprint: tells checkpoints apart; the same for the same files wherever they lie.
+    """
+
+    model: Target
+    config: TargetConfig
+    tokenizer: PreTrainedTokenizerFast | None
+    stop_token_ids: tuple[int, ...]
+    source: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter ready to run: parameters, their description, and what was asked for."""
+
+    model: Drafter
+    config: DrafterConfig
+    source: str
+
+
+def load_target(source: str | Path, *, dtype: str | None = "float32") -> LoadedTarget:
+    """Loads a target.
+
+    Args:
+        source: a Hugging Face folder, a hub id "org/name", or "smollm2-135m-instruct" (the quickstart's target).
+        dtype: "float32", "bfloat16" or "float16"; None keeps the dtypes of the files.
+
+    Returns:
+        The target with its tokenizer and stop tokens.
+
+    Raises:
+        ConfigError: the model is of a kind that is not supported; the message lists what is.
+        CheckpointError: the source can't be found, or its files are incomplete or don't fit its config.json.
+    """
+    check_dtype(dtype)
+    folder = resolve_source(source, files=(*WEIGHT_FILES, *TEXT_FILES))
+    raw_config = read_json(folder / "config.json")
+    config = parse_target_config(raw_config)
+    with TensorFolder(folder) as tensors:
+        model = _read_target(config, tensors, dtype)
+    tokenizer = _load_tokenizer(folder)
+    return LoadedTarget(
+        model=model,
+        config=config,
+        tokenizer=tokenizer,
+        stop_token_ids=_stop_token_ids(folder, raw_config, tokenizer),
+        source=str(source),
+        fingerprint=fingerprint(folder),
+    )
+
+
+def load_drafter(
+    source: str | Path, *, target: LoadedTarget | None = None, dtype: str | None = "float32"
+) -> LoadedDrafter:
+    """Loads a drafter in the z-lab layout.
+
+    Args:
+        source: a folder or a hub id "org/name".
+        target: the target that it will draft for; given, the two are checked against each other before any weight is
+            read.
+        dtype: "float32", "bfloat16" or "float16"; None keeps the dtypes of the files.
+
+    Raises:
+        ConfigError: not a drafter that can be represented, or not one for this target.
+        CheckpointError: the source can't be found, or its files are incomplete or don't fit its config.json.
+    """
+    check_dtype(dtype)
+    folder = resolve_source(source, files=(*WEIGHT_FILES, _MASK_EMBEDDING_FILE))
+    config = parse_drafter_config(read_json(folder / "config.json"))
+    if (folder / _MASK_EMBEDDING_FILE).exists():
+        raise CheckpointError(
+            f"{folder} has {_MASK_EMBEDDING_FILE}: a drafter with its own mask embedding is not supported, "
+            "here the mask token is embedded by the target"
+        )
+    if target is not None:
+        check_drafter_matches_target(config, target.config)
+        check_mask_token_id(config.mask_token_id, target.config.vocab_size, special_token_ids(target))
+    model = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
+    with TensorFolder(folder) as tensors:
+        fill(model, drafter_entries(config), tensors, dtype=dtype)
+    return LoadedDrafter(model=model, config=config, source=str(source))
+
+
+def export_drafter(
+    drafter: Drafter,
+    config: DrafterConfig,
+    out_dir: str | Path,
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Writes config.json and model.safetensors in the layout that vLLM, SGLang and the reference load.
+
+    Both are written aside, read back by an independent reader, and only then moved into place.
+
+    Args:
+        drafter: the parameters.
+        config: their description.
+        out_dir: the folder; made if absent, other files in it are left alone.
+        dtype: dtype of the weights in the file; None keeps that of the parameters.
+        overwrite: whether a drafter already there may be replaced.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: a checkpoint is there and overwrite is false, or the files read back wrong.
+    """
+    check_dtype(dtype)
+    out_dir = Path(out_dir)
+    present = [name for name in ("config.json", SINGLE_FILE) if (out_dir / name).exists()]
+    if present and not overwrite:
+        raise CheckpointError(f"{out_dir} already has {' and '.join(present)}; choose another folder or set overwrite")
+    tensors = collect(drafter, drafter_entries(config), dtype=dtype)
+    stored = jnp.result_type(*(tensor.dtype for tensor in tensors.values()))
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    staging = out_dir.parent / f".{out_dir.name}-{secrets.token_hex(4)}"
+    staging.mkdir()
+    try:
+        write_safetensors(staging / SINGLE_FILE, tensors)
+        _write_config(staging / "config.json", config, stored.name)
+        # safetensors makes files that only their owner may read
+        shutil.copymode(staging / "config.json", staging / SINGLE_FILE)
+        _move_into_place(staging, out_dir)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return out_dir
+
+
+def special_token_ids(target: LoadedTarget) -> dict[str, int | None]:
+    """Ids with a meaning of their own, by name, that a mask token must not share."""
+    ids: dict[str, int | None] = {f"stop token {i}": i for i in target.stop_token_ids}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids[name] = getattr(target.tokenizer, name, None)
+    return ids
+
+
+def _read_target(config: TargetConfig, tensors: TensorFolder, dtype: str | None) -> Target:
+    entries, head_name = prefixed_target_entries(config, tensors.names)
+    model = nnx.eval_shape(lambda: Target(config, rngs=nnx.Rngs(0)))
+    fill(model, entries, tensors, dtype=dtype, expected=[head_name])
+    if config.tie_word_embeddings and head_name in tensors.names:
+        embedding_name = next(entry.name for entry in entries if entry.path == "embedding")
+        if not np.array_equal(tensors.read(head_name), tensors.read(embedding_name)):
+            raise CheckpointError(
+                f"{tensors.folder}: config.json sets tie_word_embeddings, but {head_name} differs from "
+                f"{embedding_name}; set tie_word_embeddings to false if the head is its own"
+            )
+    return model
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
+    if not (folder / "tokenizer.json").exists():
+        return None
+    # the class that takes tokenizer.json as it is; family classes of transformers 5 rebuild parts of it
+    return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+
+
+def _stop_token_ids(folder: Path, raw_config: dict, tokenizer: PreTrainedTokenizerFast | None) -> tuple[int, ...]:
+    generation = folder / "generation_config.json"
+    sources = {
+        "generation_config.json": read_json(generation).get("eos_token_id") if generation.exists() else None,
+        "config.json": raw_config.get("eos_token_id"),
+        "the tokenizer": None if tokenizer is None else tokenizer.eos_token_id,
+    }
+    ids: set[int] = set()
+    for place, value in sources.items():
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(item, bool) or not isinstance(item, int) for item in listed):
+            raise CheckpointError(f"eos_token_id in {place} must be an integer or a list of them, got {value!r}")
+        ids.update(listed)
+    return tuple(sorted(ids))
+
+
+def _write_config(path: Path, config: DrafterConfig, dtype: str) -> None:
+    content = drafter_config_to_dict(config, dtype=dtype)
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    reread = parse_drafter_config(read_json(path))
+    if drafter_config_to_dict(reread, dtype=dtype) != content:
+        raise CheckpointError(f"{path} reads back as {reread}, which is not what was written: {config}")
+
+
+def _move_into_place(staging: Path, out_dir: Path) -> None:
+    if not out_dir.exists() or not any(out_dir.iterdir()):
+        staging.replace(out_dir)
+        return
+    # weights first: a folder is only taken for a checkpoint once it has a config.json
+    for name in (SINGLE_FILE, "config.json"):
+        (staging / name).replace(out_dir / name)
