@@ -1,0 +1,1 @@
+"""Decoding: one compiled loop of propose, verify, accept, commit."""

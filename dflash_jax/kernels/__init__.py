@@ -1,0 +1,1 @@
+"""The packed block attention of drafter training: one public op, several backends."""

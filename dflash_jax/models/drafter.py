@@ -1,0 +1,171 @@
+"""The DFlash drafter: a few decoder layers that read the target's hidden states as extra keys and values.
+
+One set of weights, two faces. Training calls `packed`: many blocks of one sequence at once. Decoding calls `absorb`
+and `propose`: one block a row, context keys and values kept in a cache. (Paper section 3; layout of released
+checkpoints.)
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash_jax.kernels.block_attention import Backend, block_attention
+from dflash_jax.models.attention import Segment, grouped_attention
+from dflash_jax.models.cache import KVCache, empty_cache, write
+from dflash_jax.models.family import DrafterConfig
+from dflash_jax.models.layers import MLP, AttentionProjections, Linear, RMSNorm
+from dflash_jax.models.proposal import Proposal
+from dflash_jax.models.rotary import Rotation, rotation
+
+
+class DrafterLayer(nnx.Module):
+    """A Qwen3-style decoder layer; how its queries meet keys is the caller's `attend`."""
+
+    def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.attention = AttentionProjections(
+            config, qk_norm=True, qkv_bias=False, o_bias=False, rngs=rngs, dtype=dtype
+        )
+        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: jax.Array, rotated: Rotation, attend) -> jax.Array:
+        """x [..., W, D] → [..., W, D]; attend maps (q, k, v) of the block slots to mixed values [..., W, N, H]."""
+        normed = self.input_norm(x)
+        q = self.attention.queries(normed, rotated)
+        k, v = self.attention.keys_values(normed, rotated)
+        x = x + self.attention.output(attend(q, k, v))
+        return x + self.mlp(self.post_attention_norm(x))
+
+
+class Drafter(nnx.Module):
+    """Parameters of the drafter. Embedding and head are the target's and are passed in where they are needed."""
+
+    def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
+        self.config = config
+        hidden, taps = config.hidden_size, len(config.target_layer_ids)
+        self.fc = Linear(taps * hidden, hidden, rngs=rngs, dtype=dtype)
+        self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype)
+        self.layers = nnx.List([DrafterLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype)
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The target layers whose outputs `absorb` and `fuse` expect, in order."""
+        return self.config.target_layer_ids
+
+    @property
+    def max_width(self) -> int:
+        """The widest block it was trained for."""
+        return self.config.block_size
+
+    def fuse(self, taps_BTMD: jax.Array) -> jax.Array:
+        """Context features H_t [B, T, D]: RMSNorm(W_c · concatenated taps), computed once for all layers."""
+        return self.hidden_norm(self.fc(taps_BTMD.reshape(*taps_BTMD.shape[:2], -1)))
+
+    def _rotation(self, positions: jax.Array) -> Rotation:
+        return rotation(self.config.rope, self.config.head_dim, positions)
+
+    # Training: many blocks of a sequence in one pass.
+
+    def packed(
+        self,
+        embedded_BAWD: jax.Array,
+        context_BTD: jax.Array,
+        starts_BA: jax.Array,
+        anchors_BA: jax.Array,
+        *,
+        backend: Backend = "auto",
+    ) -> jax.Array:
+        """Final hidden states [B, A, W, D] of all blocks.
+
+        Args:
+            embedded_BAWD: embeddings of [anchor token, mask, mask, …] of every block.
+            context_BTD: context features of positions 0 … T−1, from `fuse`.
+            starts_BA: first context position a block may read (0, or its document's start).
+            anchors_BA: the block's anchor position; it reads context positions < anchor. Padding: anchor ≤ start.
+        """
+        W = embedded_BAWD.shape[2]
+        block_rotation = self._rotation(anchors_BA[..., None] + jnp.arange(W))
+        context_rotation = self._rotation(jnp.arange(context_BTD.shape[1])[None])
+        x_BAWD = embedded_BAWD
+        for index, layer in enumerate(self.layers):
+            # Context features bypass the layer's input norm: only hidden_norm has touched them.
+            k_context_BTKH, v_context_BTKH = layer.attention.keys_values(context_BTD, context_rotation)
+
+            def attend(q, k, v, index=index, k_context=k_context_BTKH, v_context=v_context_BTKH):
+                return block_attention(
+                    *(q, k, v, k_context, v_context, starts_BA, anchors_BA),
+                    scale=self.config.head_dim**-0.5,
+                    window=self.config.layer_window(index),
+                    causal_in_block=self.config.layer_is_causal(index),
+                    backend=backend,
+                )
+
+            x_BAWD = layer(x_BAWD, block_rotation, attend)
+        return self.norm(x_BAWD)
+
+    # Decoding: one block a row, context in a cache.
+
+    def init_cache(self, batch: int, length: int) -> KVCache:
+        """Room for the context keys and values of `length` positions. Block keys and values are never kept."""
+        c = self.config
+        return empty_cache(c.num_layers, batch, c.num_kv_heads, length, c.head_dim, self.fc.kernel[...].dtype)
+
+    def absorb(self, cache: KVCache, taps_BTMD: jax.Array, positions_BT: jax.Array) -> KVCache:
+        """Writes the context keys and values of T consecutive positions of each row."""
+        context_BTD, rotated = self.fuse(taps_BTMD), self._rotation(positions_BT)
+        keys, values = [], []
+        for index, layer in enumerate(self.layers):
+            k_BTKH, v_BTKH = layer.attention.keys_values(context_BTD, rotated)
+            keys.append(write(cache.keys[index], k_BTKH, positions_BT[:, 0]))
+            values.append(write(cache.values[index], v_BTKH, positions_BT[:, 0]))
+        return KVCache(tuple(keys), tuple(values))
+
+    def block_hidden(self, embedded_BWD: jax.Array, cache: KVCache, position_B: jax.Array) -> jax.Array:
+        """Final hidden states [B, W, D] of one block a row whose anchor stands at position_B."""
+        W = embedded_BWD.shape[1]
+        rotated = self._rotation(position_B[:, None] + jnp.arange(W))
+        x_BWD = embedded_BWD
+        for index, layer in enumerate(self.layers):
+
+            def attend(q, k, v, index=index):
+                context_mask_BWS, block_mask_BWW = self._decoding_masks(index, position_B, W, cache.length)
+                context = Segment(cache.keys[index], cache.values[index], context_mask_BWS)
+                block = Segment(k.swapaxes(1, 2), v.swapaxes(1, 2), block_mask_BWW)
+                return grouped_attention(q, [context, block], self.config.head_dim**-0.5)
+
+            x_BWD = layer(x_BWD, rotated, attend)
+        return self.norm(x_BWD)
+
+    def _decoding_masks(self, index: int, position_B: jax.Array, W: int, S: int) -> tuple[jax.Array, jax.Array]:
+        """What slot w of each row may read: of the cache, bool [B, W, S], and of its block, [B, W, W]."""
+        slot_W, key_S = jnp.arange(W), jnp.arange(S)
+        window = self.config.layer_window(index)
+        B = position_B.shape[0]
+        context_BWS = jnp.broadcast_to(key_S < position_B[:, None, None], (B, W, S))
+        block_WW = jnp.ones((W, W), bool)
+        if self.config.layer_is_causal(index):
+            block_WW &= slot_W[None, :] <= slot_W[:, None]
+        if window is not None:
+            context_BWS &= position_B[:, None, None] + slot_W[None, :, None] - key_S < window
+            block_WW &= slot_W[:, None] - slot_W[None, :] < window
+        return context_BWS, jnp.broadcast_to(block_WW, (B, W, W))
+
+    def propose(
+        self, target, cache: KVCache, anchor_B: jax.Array, position_B: jax.Array, keys_B: jax.Array, *, width: int
+    ) -> Proposal:
+        """The most likely token of slots 1 … width−1, given the anchor token at position_B.
+
+        `target` gives `embed` and `logits`. `keys_B` is unused: argmax proposals are deterministic (and lossless at any
+        temperature, see decoding/acceptance.py).
+        """
+        del keys_B
+        masks_BV = jnp.full((anchor_B.shape[0], width - 1), self.config.mask_token_id, anchor_B.dtype)
+        block_BW = jnp.concatenate([anchor_B[:, None], masks_BV], axis=1)
+        embedded_BWD = target.embed(block_BW).astype(self.fc.kernel[...].dtype)
+        hidden_BWD = self.block_hidden(embedded_BWD, cache, position_B)
+        logits_BWV = target.logits(hidden_BWD[:, 1:].astype(target.dtype))
+        return Proposal(jnp.argmax(logits_BWV, axis=-1).astype(anchor_B.dtype), None)

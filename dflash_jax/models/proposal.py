@@ -1,0 +1,44 @@
+"""The drafter's protocol, and its simplest member: the drafter that proposes nothing.
+
+A drafter is anything with these; the loop, the acceptance rules and the benchmark never ask which one they hold:
+
+    tap_layers                                          target layers it wants to read
+    max_width                                           widest block it can propose, anchor included
+    init_cache(batch, length) → cache
+    absorb(cache, taps_BTMD, positions_BT) → cache      after prefill and after every verify pass
+    propose(target, cache, anchor_B, position_B, keys_B, width=W) → Proposal
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Proposal(NamedTuple):
+    """Draft tokens int32 [B, W−1]; log_probs [B, W−1, V] of the distribution they were drawn from.
+
+    log_probs is None when the tokens are the drafter's argmax.
+    """
+
+    tokens: jax.Array
+    log_probs: jax.Array | None
+
+
+class NoDrafter(nnx.Module):
+    """The empty proposal: with it the speculative loop is plain autoregressive decoding."""
+
+    tap_layers: tuple[int, ...] = ()
+    max_width = 1
+
+    def init_cache(self, batch: int, length: int) -> tuple:
+        return ()
+
+    def absorb(self, cache: tuple, taps_BTMD: jax.Array, positions_BT: jax.Array) -> tuple:
+        return cache
+
+    def propose(self, target, cache, anchor_B, position_B, keys_B, *, width: int) -> Proposal:
+        return Proposal(jnp.zeros((anchor_B.shape[0], width - 1), anchor_B.dtype), None)
