@@ -85,7 +85,8 @@ def test_sources_are_parsed_and_never_run(tmp_path):
         "class Box:\n"
         '    """Holds exactly one thing at a time."""\n'
         "    def put(self, thing, *, force=False):\n"
-        '        """Put a thing into this box.\n\n        Second paragraph about forcing it.\n\n        >>> Box()\n        """\n'
+        '        """Put a thing into this box.\n\n        Second paragraph about forcing it.\n'
+        '\n        >>> Box()\n        """\n'
         "def again():\n"
         '    """Holds exactly ONE thing, at a time."""\n'
         "def long():\n"

@@ -75,10 +75,12 @@ class Documented:
 
     @property
     def id(self) -> str:
+        """Where it stands: "stdlib/json.decoder:JSONDecoder.decode", or "stdlib/json" for a module."""
         return f"stdlib/{self.module}:{self.qualified_name}" if self.qualified_name else f"stdlib/{self.module}"
 
     @property
     def name(self) -> str:
+        """The last part of the qualified name, or the module's name."""
         return self.qualified_name.rpartition(".")[2] or self.module
 
 
@@ -227,6 +229,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Chooses the prompts, their order and th
 
 
 def main(argv: list[str]) -> None:
+    """Writes the file that the flags describe and prints how many prompts are in each split."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}; every setting is a --flag=value")
     prompts = make_prompts(collect(), _COUNT.value, _SEED.value)
