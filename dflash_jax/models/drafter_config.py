@@ -39,7 +39,7 @@ class DrafterConfig:
         target_layer_ids: tapped target layers, in the order in which fc reads them; id i is the output of layer i.
         num_target_layers: layers of the target.
         layer_types: "full_attention" or "sliding_attention" per layer.
-        sliding_window: context positions that a slot of a sliding layer sees; None without such layers.
+        sliding_window: a slot of a sliding layer sees keys at distances below this; None without such layers.
         is_causal: whether attention inside the block is causal, for all layers; None leaves it to the layer type.
         tie_word_embeddings: as in the target; the drafter itself has neither embedding nor head.
     """
