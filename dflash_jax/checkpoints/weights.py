@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ def collect(module: nnx.Module, entries: Iterable[Entry], *, dtype: str | None =
 
 def parameter(module: nnx.Module, path: str) -> nnx.Param:
     """The parameter at a dotted path such as "layers.0.attention.q_proj.kernel"."""
-    node = module
+    node: Any = module
     for part in path.split("."):
         node = node[int(part)] if part.isdigit() else getattr(node, part)
     return node
