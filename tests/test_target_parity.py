@@ -117,7 +117,7 @@ def test_fixture_logits_and_context_features(name):
 
 def smollm2_folder_if_converted() -> Path | None:
     cache = Path(os.environ.get("DFLASH_JAX_CACHE", "~/.cache/dflash_jax")).expanduser()
-    return next((path.parent for path in sorted(cache.glob("*mollm2*/config.json"))), None)
+    return next((path.parent for path in sorted(cache.rglob("*mollm2*/config.json"))), None)
 
 
 @pytest.mark.slow
