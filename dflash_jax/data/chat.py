@@ -4,7 +4,6 @@ The loss mask needs no generation markers in the template. A conversation is ren
 in the place of an answer; where the two texts begin and cease to differ is where answers stand.
 """
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -123,17 +122,22 @@ def _content_span(
             f"{describe(tokenizer)} renders no assistant text, so there is nothing to train on: messages[{turn}] "
             "leaves no trace in the output"
         )
-    start = len(os.path.commonprefix([one, other]))
+    start = _common_length(one, other)
     suffix = one[start + 1 :]
     end = len(text) - len(suffix)
     prompt = rendered(messages[:turn], add_generation_prompt=True)
     content = messages[turn]["content"].strip()
     # A think block that the assistant wrote itself stands before the place where the placeholder went.
     if text[:end].rstrip() == prompt + content or not text.startswith(one[:start]):
-        start = len(os.path.commonprefix([text, prompt]))
+        start = _common_length(text, prompt)
     if not (text.endswith(suffix) and start <= end):
         raise ChatTemplateError(f"{describe(tokenizer)} renders what follows messages[{turn}] depending on its content")
     return start, end
+
+
+def _common_length(one: str, other: str) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _leading_special(tokenizer, text: str) -> str:

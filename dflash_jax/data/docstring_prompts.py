@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -223,17 +224,22 @@ def make_prompts(entries: Iterable[Documented], count: int, seed: int = 0) -> li
     return prompts[:count]
 
 
-_OUT = flags.DEFINE_string("out", None, "JSON lines file to write.", required=True)
-_COUNT = flags.DEFINE_integer("count", 2600, "Number of prompts.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Chooses the prompts, their order and their wordings.")
+def _define_flags() -> None:
+    # Not at import: importing this module must not claim flag names in other programs.
+    flags.DEFINE_string("out", None, "JSON lines file to write.", required=True)
+    flags.DEFINE_integer("count", 2600, "Number of prompts.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Chooses the prompts, their order and their wordings.")
 
 
 def main(argv: list[str]) -> None:
     """Writes the file that the flags describe and prints how many prompts are in each split."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}; every setting is a --flag=value")
-    prompts = make_prompts(collect(), _COUNT.value, _SEED.value)
-    out = Path(_OUT.value)
+    try:
+        prompts = make_prompts(collect(), flags.FLAGS.count, flags.FLAGS.seed)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    out = Path(flags.FLAGS.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
     splits = collections.Counter(prompt["split"] for prompt in prompts)
@@ -241,4 +247,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    _define_flags()
     app.run(main)
