@@ -1,0 +1,54 @@
+"""Training checkpoints (Orbax): drafter, optimizer state, counters, data position and the settings that made them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+
+class TrainingCheckpoints:
+    """A directory of step-numbered checkpoints, written whole or not at all, the oldest deleted beyond `keep`."""
+
+    def __init__(self, directory: str | Path, *, keep: int):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        self._manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
+
+    def latest_step(self) -> int | None:
+        """The newest whole checkpoint's step, or None."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
+        """Saves a pytree of arrays and a JSON dictionary. Returns once the arrays are copied; writing goes on behind."""
+        if self._manager.latest_step() == step:
+            return
+        arguments = ocp.args.Composite(state=ocp.args.StandardSave(_named(state)), position=ocp.args.JsonSave(position))
+        self._manager.save(step, args=arguments)
+
+    def restore_position(self, step: int) -> dict[str, Any]:
+        """The JSON dictionary of a checkpoint."""
+        return self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore()))["position"]
+
+    def restore(self, step: int, like: Any) -> Any:
+        """The state of a checkpoint, in the structure, shapes, dtypes and shardings of `like`.
+
+        Raises:
+            ValueError: when the checkpoint holds other arrays than `like`.
+        """
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(_named(like)))
+        named = self._manager.restore(step, args=arguments)["state"]
+        leaves = [named[name] for name in _named(like)]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def _named(tree: Any) -> dict[str, jax.Array]:
+    """A flat dictionary of the leaves, named by their paths: readable in the checkpoint, free of custom classes."""
+    paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths_and_leaves}

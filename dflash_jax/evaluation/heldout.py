@@ -1,0 +1,74 @@
+"""How good a drafter is on held-out chats: per-slot accuracy on fixed anchors, and acceptance by real decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget
+from dflash_jax.decoding.generate import Generation, generate
+from dflash_jax.training.metrics import report, zero_sums
+from dflash_jax.training.step import Batch, StepSettings, VocabularyTables, evaluation_step
+
+
+@dataclass(frozen=True)
+class DecodingReport:
+    """Sums over prompts, divided once.
+
+    acceptance_length: committed tokens a round, the target's token counted, in 1 … W.
+    accepted_share: accepted draft tokens / drafted tokens.
+    position_acceptance: of slot k = 1 … W−1, the share of rounds that accepted it.
+    """
+
+    acceptance_length: float
+    accepted_share: float
+    position_acceptance: list[float]
+    rounds: int
+    tokens: int
+    prompts: int
+
+
+def decoding_report(generations: Sequence[Generation], width: int) -> DecodingReport:
+    """Pools the rounds of all generations. A last round cut by budget or stop counts what it gave."""
+    lengths = [length for generation in generations for length in generation.acceptance_lengths]
+    rounds = max(len(lengths), 1)
+    accepted = sum(lengths) - len(lengths)
+    return DecodingReport(
+        acceptance_length=sum(lengths) / rounds,
+        accepted_share=accepted / (rounds * (width - 1)) if width > 1 else 0.0,
+        position_acceptance=[sum(length > slot for length in lengths) / rounds for slot in range(1, width)],
+        rounds=len(lengths),
+        tokens=sum(len(generation.tokens) for generation in generations),
+        prompts=len(generations),
+    )
+
+
+def acceptance_by_decoding(
+    target: LoadedTarget,
+    drafter: LoadedDrafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    width: int,
+    batch_size: int,
+) -> DecodingReport:
+    """Decodes the prompts greedily with the drafter and reports what was accepted."""
+    options = dict(drafter=drafter, max_new_tokens=max_new_tokens, width=width, batch_size=batch_size)
+    return decoding_report(generate(target, prompts, **options), width)
+
+
+def fixed_anchor_report(drafter, tables: VocabularyTables, batches, features, settings: StepSettings) -> dict:
+    """Loss, accuracy by slot and accepted prefix over held-out batches, on evenly spread anchors."""
+    sums = zero_sums(settings.width)
+    for batch in batches:
+        on_device = Batch(
+            tokens=jnp.asarray(batch.tokens_BT),
+            loss_mask=jnp.asarray(batch.loss_mask_BT, bool),
+            rows=jnp.asarray(batch.row_index_B),
+            taps=features(batch.tokens_BT, batch.row_index_B),
+        )
+        sums = jax.tree.map(jnp.add, sums, evaluation_step(drafter, tables, on_device, settings=settings))
+    return report(sums)

@@ -1,0 +1,1 @@
+"""Training: anchors, loss, the step, the trainer."""

@@ -1,0 +1,98 @@
+"""From an experiment's settings to what a run needs: the drafter's description and start, the step's settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+
+from dflash_jax.checkpoints.huggingface import LoadedTarget, load_drafter, special_token_ids
+from dflash_jax.config import ConfigError, ExperimentConfig, ModelConfig
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.family import (
+    DrafterConfig,
+    check_mask_token_id,
+    check_target_layer_ids,
+    default_target_layer_ids,
+)
+from dflash_jax.training.initialise import drafter_from_target, random_drafter
+from dflash_jax.training.losses import default_gamma
+from dflash_jax.training.step import StepSettings
+
+logger = logging.getLogger(__name__)
+
+
+def drafter_config(model: ModelConfig, target: LoadedTarget) -> DrafterConfig:
+    """Describes the drafter of an experiment: the target's sizes, with what the experiment sets in their place."""
+    base = target.config
+    ids = model.target_layer_ids or default_target_layer_ids(base.num_layers, model.num_taps)
+    check_target_layer_ids(ids, base.num_layers)
+    if model.mask_token_id is None:
+        raise ConfigError("model.mask_token_id is not set; choose an id of the target's vocabulary that no chat uses")
+    check_mask_token_id(model.mask_token_id, base.vocab_size, special_token_ids(target))
+    return DrafterConfig(
+        hidden_size=base.hidden_size,
+        intermediate_size=model.intermediate_size or base.intermediate_size,
+        num_layers=model.num_layers,
+        num_heads=base.num_heads,
+        num_kv_heads=base.num_kv_heads,
+        head_dim=base.head_dim,
+        rms_norm_eps=base.rms_norm_eps,
+        vocab_size=base.vocab_size,
+        max_position_embeddings=base.max_position_embeddings,
+        rope=base.rope,
+        block_size=model.block_size,
+        mask_token_id=model.mask_token_id,
+        target_layer_ids=tuple(ids),
+        num_target_layers=base.num_layers,
+        layer_types=("full_attention",) * model.num_layers,
+        sliding_window=None,
+        is_causal=False,
+        tie_word_embeddings=base.tie_word_embeddings,
+    )
+
+
+def starting_drafter(experiment: ExperimentConfig, target: LoadedTarget) -> tuple[DrafterConfig, Drafter]:
+    """The drafter that training starts from: random, from the target's layers, or an existing one (warm start)."""
+    model, seed = experiment.model, experiment.training.seed
+    if model.warm_start:
+        loaded = load_drafter(model.warm_start, target=target, dtype="float32")
+        if loaded.config.block_size != model.block_size:
+            logger.info("block size %d from the config, %d in %s", model.block_size, loaded.config.block_size, Path(model.warm_start).name)
+        return dataclasses.replace(loaded.config, block_size=model.block_size), loaded.model
+    config = drafter_config(model, target)
+    if model.initialisation == "target":
+        return config, drafter_from_target(config, target.model, seed)
+    return config, random_drafter(config, seed)
+
+
+def step_settings(experiment: ExperimentConfig, config: DrafterConfig) -> StepSettings:
+    """The compiled step's settings; "auto" fields are resolved here and logged."""
+    training = experiment.training
+    gamma = training.loss_decay_gamma
+    if gamma == "auto":
+        gamma = default_gamma(config.block_size)
+    dtype = training.compute_dtype
+    if dtype == "auto":
+        dtype = fastest_dtype()
+    logger.info("loss decay gamma %s, compute dtype %s", gamma, dtype)
+    return StepSettings(
+        anchors=training.anchors_per_row,
+        width=config.block_size,
+        mask_id=config.mask_token_id,
+        gamma=gamma,
+        loss_chunk=training.loss_chunk,
+        compute_dtype=dtype,
+        seed=training.seed,
+    )
+
+
+def fastest_dtype() -> str:
+    """bfloat16 on accelerators and on CPUs with matrix instructions for it, else float32."""
+    if jax.default_backend() != "cpu":
+        return "bfloat16"
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
+    return "bfloat16" if "amx_bf16" in flags or "avx512_bf16" in flags else "float32"

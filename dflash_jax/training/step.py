@@ -1,0 +1,154 @@
+"""One training step of the drafter: anchors, packed pass, loss, update. Pure functions under jax.jit."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dflash_jax.kernels.block_attention import Backend
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.training.anchors import Blocks, draw_anchors, make_blocks, spread_anchors, step_keys
+from dflash_jax.training.losses import SlotScores, block_loss, decay_weights
+from dflash_jax.training.metrics import BlockSums, block_sums, zero_sums
+
+
+class Batch(NamedTuple):
+    """Rows of a step; under accumulation each array has a leading axis of micro-batches.
+
+    tokens int32 [B, T] · loss_mask bool [B, T] · rows int32 [B], their numbers in the data set · taps [B, T, M, D],
+    the target's context features of these tokens.
+    """
+
+    tokens: jax.Array
+    loss_mask: jax.Array
+    rows: jax.Array
+    taps: jax.Array
+
+
+class VocabularyTables(NamedTuple):
+    """What the drafter borrows from the target, frozen: input and output table, both [V, D]."""
+
+    embedding: jax.Array
+    head: jax.Array
+
+
+class TrainState(NamedTuple):
+    """Everything a step changes. drafter: float32 masters · optimizer: Optax state · step, skipped: int32 scalars."""
+
+    drafter: Drafter
+    optimizer: optax.OptState
+    step: jax.Array
+    skipped: jax.Array
+
+
+class StepSettings(NamedTuple):
+    """What the compiled step depends on, apart from shapes. gamma None: no decay."""
+
+    anchors: int
+    width: int
+    mask_id: int
+    gamma: float | None
+    loss_chunk: int
+    compute_dtype: str
+    seed: int
+    backend: Backend = "auto"
+
+
+@functools.partial(jax.jit, static_argnames=("layers",))
+def context_taps(target, tokens_BT: jax.Array, *, layers: tuple[int, ...]) -> jax.Array:
+    """The target's outputs at `layers` for every position, [B, T, M, D]; layers above the deepest are not run."""
+    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    return target.forward(tokens_BT, positions_BT, taps=layers)[1]
+
+
+def blocks_loss(
+    drafter: Drafter, tables: VocabularyTables, taps_BTMD: jax.Array, blocks: Blocks, settings: StepSettings
+) -> tuple[jax.Array, tuple[jax.Array, SlotScores]]:
+    """Σ weight · cross-entropy of the given blocks (not normalised); also the weights [B, A, W] and slot scores."""
+    dtype = jnp.dtype(settings.compute_dtype)
+    drafter = jax.tree.map(lambda leaf: leaf.astype(dtype), drafter)
+    context_BTD = drafter.fuse(taps_BTMD.astype(dtype))
+    embedded_BAWD = jnp.take(tables.embedding, blocks.tokens, axis=0).astype(dtype)
+    starts_BA = jnp.zeros_like(blocks.anchors)
+    hidden_BAWD = drafter.packed(embedded_BAWD, context_BTD, starts_BA, blocks.anchors, backend=settings.backend)
+    weights_BAW = decay_weights(settings.width, settings.gamma) * blocks.supervised
+    loss, scores = block_loss(
+        hidden_BAWD.reshape(-1, hidden_BAWD.shape[-1]),
+        tables.head,
+        blocks.labels.reshape(-1),
+        weights_BAW.reshape(-1),
+        chunk=settings.loss_chunk,
+    )
+    return loss, (weights_BAW, scores)
+
+
+@functools.partial(jax.jit, static_argnames=("settings", "optimizer"), donate_argnames=("state",))
+def train_step(
+    state: TrainState,
+    tables: VocabularyTables,
+    batch: Batch,
+    *,
+    settings: StepSettings,
+    optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, BlockSums]:
+    """One update from batch [micro-batches, B, …].
+
+    The gradient is that of Σ weight · CE / Σ weight over all micro-batches (and devices), so it does not depend on how
+    rows are split. A step whose loss or gradient is not finite changes nothing but `step` and `skipped`. A step
+    without a supervised slot has gradient zero.
+    """
+
+    def micro_step(carry, micro: Batch):
+        gradient, sums = carry
+        keys_B = step_keys(settings.seed, state.step, micro.rows)
+        anchors_BA, valid_BA = draw_anchors(keys_B, micro.loss_mask, settings.anchors)
+        blocks = make_blocks(micro.tokens, micro.loss_mask, anchors_BA, valid_BA, settings.width, settings.mask_id)
+        grad_fn = jax.value_and_grad(blocks_loss, has_aux=True)
+        (loss, (weights_BAW, scores)), new = grad_fn(state.drafter, tables, micro.taps, blocks, settings)
+        return (jax.tree.map(jnp.add, gradient, new), jax.tree.map(jnp.add, sums, block_sums(loss, weights_BAW, scores, blocks))), None
+
+    start = (jax.tree.map(jnp.zeros_like, state.drafter), zero_sums(settings.width))
+    (gradient, sums), _ = jax.lax.scan(micro_step, start, batch)
+    gradient = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1e-9), gradient)
+    return apply_update(state, gradient, sums.loss, optimizer), sums
+
+
+def apply_update(state: TrainState, gradient, loss: jax.Array, optimizer: optax.GradientTransformation) -> TrainState:
+    """The optimizer's update, or none of it when loss or gradient is not finite."""
+    finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(gradient))
+    updates, moved = optimizer.update(gradient, state.optimizer, state.drafter)
+    new_drafter = optax.apply_updates(state.drafter, updates)
+
+    def keep(new, old):
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+    return TrainState(
+        drafter=keep(new_drafter, state.drafter),
+        optimizer=keep(moved, state.optimizer),
+        step=state.step + 1,
+        skipped=state.skipped + ~finite,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("settings",))
+def evaluation_step(drafter: Drafter, tables: VocabularyTables, batch: Batch, *, settings: StepSettings) -> BlockSums:
+    """The sums of one batch (no micro-batch axis) on fixed, evenly spread anchors; nothing is drawn."""
+    anchors_BA, valid_BA = spread_anchors(batch.loss_mask, settings.anchors)
+    blocks = make_blocks(batch.tokens, batch.loss_mask, anchors_BA, valid_BA, settings.width, settings.mask_id)
+    loss, (weights_BAW, scores) = blocks_loss(drafter, tables, batch.taps, blocks, settings)
+    return block_sums(loss, weights_BAW, scores, blocks)
+
+
+def make_optimizer(
+    learning_rate: float, steps: int, *, warmup_ratio: float, weight_decay: float, b1: float, b2: float, clip_norm: float
+) -> optax.GradientTransformation:
+    """AdamW under global-norm clipping; linear warm-up over warmup_ratio · steps, then cosine to 0 (paper, appendix)."""
+    warmup = max(1, round(warmup_ratio * steps))
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(steps, warmup + 1))
+    # The first update would have rate 0 and be lost: look one step ahead.
+    adamw = optax.adamw(lambda count: schedule(count + 1), b1=b1, b2=b2, weight_decay=weight_decay)
+    return optax.chain(optax.clip_by_global_norm(clip_norm), adamw)
