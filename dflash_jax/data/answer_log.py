@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 Answer = tuple[list[int], str]
 
@@ -35,7 +35,7 @@ class AnswerLog:
             self._file.close()
             raise
 
-    def __enter__(self) -> "AnswerLog":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
