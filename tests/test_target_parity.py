@@ -134,7 +134,7 @@ def test_smollm2_equals_its_torch_twin_on_a_real_prompt():
     tokens_BT = np.array([target.tokenizer.encode(text, add_special_tokens=False)])
     logits_BTV, taps_BTMD = run_ours(target.model, tokens_BT, 0)
     wanted_logits_BTV, wanted_taps_BTMD = run_torch(twin, tokens_BT, 0)
-    np.testing.assert_allclose(logits_BTV, wanted_logits_BTV, atol=1e-3, rtol=TOLERANCE)  # logits reach about 20
+    np.testing.assert_allclose(logits_BTV, wanted_logits_BTV, atol=TOLERANCE, rtol=TOLERANCE)
     np.testing.assert_array_equal(logits_BTV.argmax(-1), wanted_logits_BTV.argmax(-1))
-    # a few channels of the residual stream reach thousands, so its error is relative to the largest
-    np.testing.assert_allclose(taps_BTMD, wanted_taps_BTMD, atol=TOLERANCE * np.abs(wanted_taps_BTMD).max())
+    # a few channels of the residual stream reach 25,000; float32 has 1e-7 of that, and 30 layers add up
+    np.testing.assert_allclose(taps_BTMD, wanted_taps_BTMD, atol=2e-6 * np.abs(wanted_taps_BTMD).max())
