@@ -134,7 +134,8 @@ def test_smollm2_equals_its_torch_twin_on_a_real_prompt():
     tokens_BT = np.array([target.tokenizer.encode(text, add_special_tokens=False)])
     logits_BTV, taps_BTMD = run_ours(target.model, tokens_BT, 0)
     wanted_logits_BTV, wanted_taps_BTMD = run_torch(twin, tokens_BT, 0)
-    np.testing.assert_allclose(logits_BTV, wanted_logits_BTV, atol=TOLERANCE, rtol=TOLERANCE)
+    # logits reach 40 and those near zero are sums of large terms, so the bound is 1e-5 of the largest
+    np.testing.assert_allclose(logits_BTV, wanted_logits_BTV, atol=1e-5 * np.abs(wanted_logits_BTV).max())
     np.testing.assert_array_equal(logits_BTV.argmax(-1), wanted_logits_BTV.argmax(-1))
     # a few channels of the residual stream reach 25,000; float32 has 1e-7 of that, and 30 layers add up
     np.testing.assert_allclose(taps_BTMD, wanted_taps_BTMD, atol=2e-6 * np.abs(wanted_taps_BTMD).max())
