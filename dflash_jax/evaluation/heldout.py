@@ -65,10 +65,10 @@ def fixed_anchor_report(drafter, tables: VocabularyTables, batches, features, se
     sums = zero_sums(settings.width)
     for batch in batches:
         on_device = Batch(
-            tokens=jnp.asarray(batch.tokens_BT),
-            loss_mask=jnp.asarray(batch.loss_mask_BT, bool),
-            rows=jnp.asarray(batch.row_index_B),
-            taps=features(batch.tokens_BT, batch.row_index_B),
+            tokens=jnp.asarray(batch["tokens_BT"]),
+            loss_mask=jnp.asarray(batch["loss_mask_BT"]),
+            rows=jnp.asarray(batch["row_index_B"]),
+            taps=features(batch["tokens_BT"], batch["row_index_B"]),
         )
         sums = jax.tree.map(jnp.add, sums, evaluation_step(drafter, tables, on_device, settings=settings))
     return report(sums)

@@ -90,10 +90,12 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
 def _check_shapes(q, k_block, v_block, k_context, v_context, starts, ends, window) -> None:
+    for name, array, letters in (("q", q, "BAWNH"), ("k_block", k_block, "BAWKH"), ("k_context", k_context, "BSKH")):
+        if array.ndim != len(letters) or 0 in array.shape:
+            raise ValueError(f"{name} has shape {array.shape}; it must be [{', '.join(letters)}] without an empty axis")
     B, A, W, N, H = q.shape
-    K = k_block.shape[3]
+    K, S = k_block.shape[3], k_context.shape[1]
     expected = {"k_block": (k_block, (B, A, W, K, H)), "v_block": (v_block, (B, A, W, K, H))}
-    S = k_context.shape[1]
     expected |= {"k_context": (k_context, (B, S, K, H)), "v_context": (v_context, (B, S, K, H))}
     expected |= {"starts": (starts, (B, A)), "ends": (ends, (B, A))}
     for name, (array, shape) in expected.items():

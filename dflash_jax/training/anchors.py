@@ -50,9 +50,11 @@ def draw_anchors(keys_B: jax.Array, loss_mask_BT: jax.Array, count: int) -> tupl
     """
     T = loss_mask_BT.shape[1]
     candidates_BT = valid_anchors(loss_mask_BT)
-    # Every candidate gets a random rank; the best `count` ranks are a uniform subset.
-    rank_BT = jax.vmap(lambda key: jax.random.permutation(key, T))(keys_B)
-    rank_BT = jnp.where(candidates_BT, rank_BT, T)
+    # Every candidate gets random bits; the `count` lowest are a uniform subset. Bits are drawn by position, so that
+    # a row padded to another length draws the same anchors.
+    draw = jax.vmap(lambda key, position: jax.random.bits(jax.random.fold_in(key, position)), in_axes=(None, 0))
+    bits_BT = jax.vmap(draw, in_axes=(0, None))(keys_B, jnp.arange(T)) >> 1
+    rank_BT = jnp.where(candidates_BT, bits_BT, jnp.iinfo(jnp.uint32).max)
     picked_BA = jnp.argsort(rank_BT, axis=1)[:, :count]
     valid_BA = jnp.take_along_axis(candidates_BT, picked_BA, axis=1)
     anchors_BA = jnp.sort(jnp.where(valid_BA, picked_BA, T), axis=1)

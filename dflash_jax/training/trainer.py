@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, export_drafter
@@ -119,15 +118,15 @@ class Trainer:
         The loader's batch is the whole step; micro-batches are equal slices of its rows.
         """
         batch, parts = next(self.batches), self.experiment.training.accumulation
-        taps = self.features(batch.tokens_BT, batch.row_index_B)
+        taps = self.features(batch["tokens_BT"], batch["row_index_B"])
 
         def split(array) -> jax.Array:
             return jnp.asarray(array).reshape(parts, -1, *array.shape[1:])
 
         stacked = Batch(
-            split(batch.tokens_BT), split(np.asarray(batch.loss_mask_BT, bool)), split(batch.row_index_B), split(taps)
+            split(batch["tokens_BT"]), split(batch["loss_mask_BT"]), split(batch["row_index_B"]), split(taps)
         )
-        return stacked, int(batch.length_B.sum())
+        return stacked, int(batch["length_B"].sum())
 
     def _log(self, bar: tqdm, sums: BlockSums, tokens_per_second: float) -> None:
         metrics = report(sums) | {"tokens_per_second": tokens_per_second, "skipped_steps": int(self.state.skipped)}
@@ -179,7 +178,7 @@ class Trainer:
         position = self.checkpoints.restore_position(newest)
         _check_same_run(position["experiment"], dataclasses.asdict(self.experiment), self.directory)
         self.state = self.checkpoints.restore(newest, self.state)
-        self.batches.restore(position["batches"])
+        self.batches.set_state(position["batches"])
         self.best, self.trained_seconds = position["best"], position["trained_seconds"]
         logger.info("resumed from step %d in %s", newest, self.directory)
 

@@ -1,0 +1,1 @@
+"""Checkpoints: Hugging Face folders in and out, GGUF conversion, training state. Alone knows tensor names."""

@@ -1,0 +1,1 @@
+"""Data: prompts, chats, rendering, regeneration by the target, batches. Knows no model."""

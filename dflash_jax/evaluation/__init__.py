@@ -1,0 +1,1 @@
+"""Evaluation: how much of a drafter's proposals the target accepts."""
