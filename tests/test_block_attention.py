@@ -1,4 +1,4 @@
-"""Block attention: the chunked path against the dense oracle, and the mask against the rule written out position by position."""
+"""Block attention: the chunked path against the dense oracle, and the mask against the rule written out key by key."""
 
 import functools
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Which blocks a step trains on: anchors drawn on the device from the seed, and the labels and weights of their slots."""
+"""Which blocks a step trains on: anchors drawn on the device from the seed, labels and weights of their slots."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def draw_anchors(keys_B: jax.Array, loss_mask_BT: jax.Array, count: int) -> tupl
     # a row padded to another length draws the same anchors.
     draw = jax.vmap(lambda key, position: jax.random.bits(jax.random.fold_in(key, position)), in_axes=(None, 0))
     bits_BT = jax.vmap(draw, in_axes=(0, None))(keys_B, jnp.arange(T)) >> 1
-    rank_BT = jnp.where(candidates_BT, bits_BT, jnp.iinfo(jnp.uint32).max)
+    rank_BT = jnp.where(candidates_BT, bits_BT, jnp.uint32(2**32 - 1))
     picked_BA = jnp.argsort(rank_BT, axis=1)[:, :count]
     valid_BA = jnp.take_along_axis(candidates_BT, picked_BA, axis=1)
     anchors_BA = jnp.sort(jnp.where(valid_BA, picked_BA, T), axis=1)
