@@ -1,11 +1,11 @@
 """dflash_jax: train DFlash drafters and decode with them, in JAX.
 
-    import dflash_jax as dj
+import dflash_jax as dj
 
-    target = dj.load_target("smollm2-135m-instruct")
-    drafter = dj.load_drafter("runs/smollm2_quickstart/drafter", target=target)
-    [result] = dj.generate(target, ["What is a hash table?"], drafter=drafter, max_new_tokens=100)
-    print(result.text, result.acceptance_length)
+target = dj.load_target("smollm2-135m-instruct")
+drafter = dj.load_drafter("runs/smollm2_quickstart/drafter", target=target)
+[result] = dj.generate(target, ["What is a hash table?"], drafter=drafter, max_new_tokens=100)
+print(result.text, result.acceptance_length)
 """
 
 import importlib

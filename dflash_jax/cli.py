@@ -23,7 +23,9 @@ def experiment_from_flags(argv: Sequence[str]) -> ExperimentConfig:
     """
     _check_fields(argv[1:])
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, "Python file with get_config().", flag_values=values, sys_argv=list(argv))
+    config_flags.DEFINE_config_file(
+        "config", None, "Python file with get_config().", flag_values=values, sys_argv=list(argv)
+    )
     try:
         left_over = values(list(argv))[1:]
     except flags.Error as error:

@@ -15,9 +15,7 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict, config_dict
 
-
-class ConfigError(ValueError):
-    """Wrong settings; the message lists every wrong field, the value seen and what is allowed."""
+from dflash_jax.models.config_fields import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

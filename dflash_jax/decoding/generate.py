@@ -212,9 +212,7 @@ def _decode_batch(request: _Request, rows: range, size: int, tokenizer) -> list[
         tokens = tokens_BS[slot, start : lengths_B[slot]].tolist()
         text = "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
         accepted = acceptance_BS[slot, : rounds_B[slot]].tolist()
-        results.append(
-            Generation(tokens, text, start, accepted, "stop" if stopped_B[slot] else "length", timings)
-        )
+        results.append(Generation(tokens, text, start, accepted, "stop" if stopped_B[slot] else "length", timings))
     return results
 
 

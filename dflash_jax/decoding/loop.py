@@ -93,9 +93,7 @@ def one_round(target, drafter, state: LoopState, temperature, settings: LoopSett
     """Draft → verify → accept → commit, for all rows; rows that are done stay as they are."""
     position_B = state.lengths - 1
     anchor_B = jnp.take_along_axis(state.tokens, position_B[:, None], axis=1)[:, 0]
-    proposal = drafter.propose(
-        target, state.drafter_cache, anchor_B, position_B, state.keys, width=settings.width
-    )
+    proposal = drafter.propose(target, state.drafter_cache, anchor_B, position_B, state.keys, width=settings.width)
 
     block_BW = jnp.concatenate([anchor_B[:, None], proposal.tokens], axis=1)
     positions_BW = position_B[:, None] + jnp.arange(settings.width)

@@ -46,3 +46,8 @@ class RememberedFeatures:
             taps_1TMD = context_taps(self._target, jnp.asarray(tokens_T[None]), layers=self._layers)
             self._rows[row] = np.asarray(taps_1TMD[0])
         return self._rows[row]
+
+
+def make_features(cache: str, target, layers: tuple[int, ...]) -> OnlineFeatures | RememberedFeatures:
+    """The source for `training.feature_cache`: "none" or "memory"."""
+    return RememberedFeatures(target, layers) if cache == "memory" else OnlineFeatures(target, layers)

@@ -52,7 +52,9 @@ def _check_copyable(config: DrafterConfig, target: Target) -> None:
                 f"target's {theirs}; make them equal or use initialisation='random'"
             )
     if config.num_layers > target.config.num_layers:
-        raise ValueError(f"model.num_layers={config.num_layers}: the target has only {target.config.num_layers} to copy")
+        raise ValueError(
+            f"model.num_layers={config.num_layers}: the target has only {target.config.num_layers} to copy"
+        )
 
 
 def _copy_layer(layer, source) -> None:

@@ -60,7 +60,12 @@ def starting_drafter(experiment: ExperimentConfig, target: LoadedTarget) -> tupl
     if model.warm_start:
         loaded = load_drafter(model.warm_start, target=target, dtype="float32")
         if loaded.config.block_size != model.block_size:
-            logger.info("block size %d from the config, %d in %s", model.block_size, loaded.config.block_size, Path(model.warm_start).name)
+            logger.info(
+                "block size %d from the config, %d in %s",
+                model.block_size,
+                loaded.config.block_size,
+                Path(model.warm_start).name,
+            )
         return dataclasses.replace(loaded.config, block_size=model.block_size), loaded.model
     config = drafter_config(model, target)
     if model.initialisation == "target":

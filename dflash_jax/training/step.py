@@ -109,7 +109,10 @@ def train_step(
         blocks = make_blocks(micro.tokens, micro.loss_mask, anchors_BA, valid_BA, settings.width, settings.mask_id)
         grad_fn = jax.value_and_grad(blocks_loss, has_aux=True)
         (loss, (weights_BAW, scores)), new = grad_fn(state.drafter, tables, micro.taps, blocks, settings)
-        return (jax.tree.map(jnp.add, gradient, new), jax.tree.map(jnp.add, sums, block_sums(loss, weights_BAW, scores, blocks))), None
+        return (
+            jax.tree.map(jnp.add, gradient, new),
+            jax.tree.map(jnp.add, sums, block_sums(loss, weights_BAW, scores, blocks)),
+        ), None
 
     start = (jax.tree.map(jnp.zeros_like, state.drafter), zero_sums(settings.width))
     (gradient, sums), _ = jax.lax.scan(micro_step, start, batch)
@@ -144,7 +147,14 @@ def evaluation_step(drafter: Drafter, tables: VocabularyTables, batch: Batch, *,
 
 
 def make_optimizer(
-    learning_rate: float, steps: int, *, warmup_ratio: float, weight_decay: float, b1: float, b2: float, clip_norm: float
+    learning_rate: float,
+    steps: int,
+    *,
+    warmup_ratio: float,
+    weight_decay: float,
+    b1: float,
+    b2: float,
+    clip_norm: float,
 ) -> optax.GradientTransformation:
     """AdamW under global-norm clipping; linear warm-up over warmup_ratio · steps, then cosine to 0 (paper, appendix)."""
     warmup = max(1, round(warmup_ratio * steps))

@@ -20,15 +20,15 @@ from dflash_jax.config import ExperimentConfig
 from dflash_jax.data.pipeline import Batches
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import DrafterConfig
-from dflash_jax.training.features import OnlineFeatures, RememberedFeatures
+from dflash_jax.training.features import make_features
 from dflash_jax.training.metrics import BlockSums, report, zero_sums
 from dflash_jax.training.setup import step_settings
 from dflash_jax.training.step import Batch, TrainState, VocabularyTables, make_optimizer, train_step
 
 logger = logging.getLogger(__name__)
 
-# evaluate(drafter, step) → metrics; "acceptance_length" among them decides which drafter is kept
-Evaluate = Callable[[LoadedDrafter, int], dict[str, Any]]
+# evaluate(drafter, step, last) → metrics; "acceptance_length" among them decides which drafter is kept
+Evaluate = Callable[[LoadedDrafter, int, bool], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +51,15 @@ class Trainer:
         drafter_config: DrafterConfig,
         drafter: Drafter,
         batches: Batches,
-        evaluate: Evaluate,
+        evaluate: Evaluate | None,
     ):
         self.experiment, self.target, self.drafter_config = experiment, target, drafter_config
         self.batches, self.evaluate = batches, evaluate
         self.directory = Path(experiment.checkpoint.directory)
         self.settings = step_settings(experiment, drafter_config)
         self.tables = VocabularyTables(target.model.embedding[...], target.model.head_VD)
-        kind = RememberedFeatures if experiment.training.feature_cache == "memory" else OnlineFeatures
-        self.features = kind(target.model, drafter_config.target_layer_ids)
+        cache = experiment.training.feature_cache
+        self.features = make_features(cache, target.model, drafter_config.target_layer_ids)
         part = experiment.optimizer
         self.optimizer = make_optimizer(
             part.learning_rate,
@@ -103,6 +103,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
+        """Updates done, skipped ones counted."""
         return int(self.state.step)
 
     def _due(self, every_steps: int | None) -> bool:
@@ -142,13 +143,14 @@ class Trainer:
         with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, *, last: bool = False) -> None:
         """Evaluates, and exports the drafter when no earlier one had a higher acceptance length."""
-        loaded = LoadedDrafter(self.state.drafter, self.drafter_config, "in training")
-        metrics = self.evaluate(loaded, self.step)
+        if self.evaluate is None:
+            return
+        metrics = self.evaluate(LoadedDrafter(self.state.drafter, self.drafter_config, "in training"), self.step, last)
         self._write("evaluation", metrics)
-        tqdm.write(f"step {self.step}: " + ", ".join(f"{k} {_short(v)}" for k, v in metrics.items()))
-        score = metrics.get("acceptance_length", metrics.get("accepted_prefix"))
+        tqdm.write(f"step {self.step}: " + ", ".join(f"{name} {_short(value)}" for name, value in metrics.items()))
+        score = metrics.get("acceptance_length")
         if score is not None and (self.best is None or score >= self.best):
             self.best = score
             self._export()
@@ -183,7 +185,7 @@ class Trainer:
         logger.info("resumed from step %d in %s", newest, self.directory)
 
     def _finish(self) -> Outcome:
-        self._evaluate()
+        self._evaluate(last=True)
         self._save()
         self.checkpoints.close()
         if self.best is None:

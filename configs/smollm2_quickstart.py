@@ -1,0 +1,36 @@
+"""A drafter for SmolLM2-135M-Instruct on two CPU cores: the whole path in minutes.
+
+python train.py --config configs/smollm2_quickstart.py
+"""
+
+from dflash_jax.config import default_config
+
+
+def get_config():
+    """The settings of the quickstart."""
+    config = default_config()
+    config.model.target = "smollm2-135m-instruct"
+    config.model.target_dtype = "float32"
+    config.model.num_layers = 3
+    config.model.block_size = 8
+    config.model.mask_token_id = 16  # <empty_output>, which no chat uses
+    config.model.initialisation = "target"
+    config.data.train_file = "configs/data/smollm2_docstrings.train.jsonl.gz"
+    config.data.heldout_file = "configs/data/smollm2_docstrings.heldout.jsonl.gz"
+    config.data.max_length = 256
+    config.data.length_buckets = (160, 208, 256)
+    config.training.steps = 300
+    config.training.rows_per_step = 4
+    config.training.anchors_per_row = 32
+    config.training.loss_chunk = 512
+    config.training.feature_cache = "memory"
+    config.checkpoint.directory = "runs/smollm2_quickstart"
+    config.checkpoint.every_steps = 100
+    config.evaluation.every_steps = 100
+    config.evaluation.rows = 32
+    config.evaluation.anchors_per_row = 16
+    config.evaluation.decode_prompts = 32
+    config.evaluation.decode_max_new_tokens = 64
+    config.evaluation.decode_batch_size = 16
+    config.logging.every_steps = 10
+    return config

@@ -1,0 +1,126 @@
+"""A whole training run: loads target and data, trains, and evaluates on held-out chats in between."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from typing import Any
+
+import jax
+
+from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_target
+from dflash_jax.config import ConfigError, ExperimentConfig
+from dflash_jax.data.pipeline import Batches, collate
+from dflash_jax.data.records import Chat, read_chats
+from dflash_jax.data.rows import TrainingRow, rows_from_regenerated
+from dflash_jax.evaluation.heldout import acceptance_by_decoding, fixed_anchor_report
+from dflash_jax.models.family import DrafterConfig
+from dflash_jax.training.features import feature_bytes, make_features
+from dflash_jax.training.initialise import parameter_count
+from dflash_jax.training.setup import starting_drafter, step_settings
+from dflash_jax.training.step import VocabularyTables
+from dflash_jax.training.trainer import Outcome, Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def train(experiment: ExperimentConfig) -> Outcome:
+    """Runs the experiment to its end, or on from where it was stopped.
+
+    Raises:
+        ValueError: settings, data or checkpoints are wrong; the message names the field or file.
+    """
+    target = load_target(experiment.model.target, dtype=experiment.model.target_dtype)
+    data = experiment.data
+    _, rows = _rows(data.train_file, "data.train_file", experiment, target)
+    rows = rows[: data.max_rows]
+    batches = Batches(rows, experiment.training.rows_per_step, data.length_buckets, experiment.training.seed)
+    experiment = _with_steps(experiment, batches)
+    config, drafter = starting_drafter(experiment, target)
+    _announce(experiment, target, config, drafter, rows)
+    heldout = HeldOut(experiment, target, config) if data.heldout_file else None
+    return Trainer(experiment, target, config, drafter, batches, heldout).run()
+
+
+class HeldOut:
+    """The evaluation of a run: fixed anchors at every call, real decoding at its own interval and at the end."""
+
+    def __init__(self, experiment: ExperimentConfig, target: LoadedTarget, config: DrafterConfig):
+        self.part, self.target = experiment.evaluation, target
+        chats, rows = _rows(experiment.data.heldout_file, "data.heldout_file", experiment, target)
+        self.prompts = [chat.prompt_ids for chat in chats[: self.part.decode_prompts]]
+        self.batches = _fixed_batches(rows[: self.part.rows], experiment)
+        self.settings = step_settings(experiment, config)._replace(anchors=self.part.anchors_per_row)
+        self.tables = VocabularyTables(target.model.embedding[...], target.model.head_VD)
+        self.features = make_features(experiment.training.feature_cache, target.model, config.target_layer_ids)
+
+    def __call__(self, loaded: LoadedDrafter, step: int, last: bool) -> dict[str, Any]:
+        """The metrics of a drafter; acceptance_length is among them when it was decoded with."""
+        metrics = fixed_anchor_report(loaded.model, self.tables, self.batches, self.features, self.settings)
+        every = self.part.decode_every_steps
+        if self.prompts and (last or (every and step % every == 0)):
+            decoding = acceptance_by_decoding(
+                self.target,
+                loaded,
+                self.prompts,
+                max_new_tokens=self.part.decode_max_new_tokens,
+                width=self.part.decode_width or loaded.config.block_size,
+                batch_size=self.part.decode_batch_size,
+            )
+            metrics |= dataclasses.asdict(decoding)
+        return metrics
+
+
+def _rows(
+    path: str, field: str, experiment: ExperimentConfig, target: LoadedTarget
+) -> tuple[list[Chat], list[TrainingRow]]:
+    try:
+        chats, report = read_chats(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{field}={path!r}: {error}") from error
+    rows, row_report = rows_from_regenerated(
+        chats, max_length=experiment.data.max_length, embedding_rows=target.config.vocab_size, source=path
+    )
+    for part in (report, row_report):
+        if part.skipped or part.truncated:
+            logger.info("%s", part.table())
+    if not rows:
+        raise ConfigError(f"{field}={path!r}: no row of it can be trained on\n{row_report.table()}")
+    return chats, rows
+
+
+def _fixed_batches(rows: list[TrainingRow], experiment: ExperimentConfig) -> list:
+    """Held-out rows in batches of the training shape, shortest first; a last, smaller batch is left out."""
+    size = min(experiment.training.rows_per_step // experiment.training.accumulation, len(rows))
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index].tokens))
+    batches = []
+    for first in range(0, len(order) - size + 1, size):
+        indices = order[first : first + size]
+        longest = len(rows[indices[-1]].tokens)
+        length = min(bucket for bucket in experiment.data.length_buckets if bucket >= longest)
+        batches.append(collate(rows, indices, length))
+    return batches
+
+
+def _with_steps(experiment: ExperimentConfig, batches: Batches) -> ExperimentConfig:
+    if experiment.training.steps is not None:
+        return experiment
+    steps = math.ceil(experiment.training.epochs * batches.steps_per_epoch)
+    return dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, steps=steps))
+
+
+def _announce(experiment, target: LoadedTarget, config, drafter, rows: list[TrainingRow]) -> None:
+    training = experiment.training
+    logger.info(
+        "target %s (%d layers) · drafter %.1f M parameters, %d layers, block %d, taps %s · %d rows · %d steps of %d rows "
+        "× %d anchors · %s",
+        *(target.source, target.config.num_layers, parameter_count(drafter) / 1e6, config.num_layers),
+        *(config.block_size, list(config.target_layer_ids), len(rows), training.steps, training.rows_per_step),
+        *(training.anchors_per_row, jax.devices()[0].device_kind),
+    )
+    if training.feature_cache == "memory":
+        tokens = sum(len(row.tokens) for row in rows)
+        itemsize = target.model.embedding[...].dtype.itemsize
+        size = feature_bytes(tokens, len(config.target_layer_ids), config.hidden_size, itemsize)
+        logger.info("features are kept in memory: at most about %.1f GB", size / 1e9)

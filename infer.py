@@ -1,0 +1,66 @@
+"""Decodes with a target and a DFlash drafter.
+
+    python infer.py --target smollm2-135m-instruct --drafter runs/smollm2_quickstart/drafter --prompt "What is a list?"
+    python infer.py … --compare            also decodes without the drafter: speeds, acceptance, same text or not
+    python infer.py … --compare --require_same     exits with status 1 if the two texts differ
+"""
+
+import sys
+
+from absl import app, flags
+
+from dflash_jax.cli import exit_with
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("target", None, "Folder, hub id, or smollm2-135m-instruct.", required=True)
+flags.DEFINE_string("drafter", None, "Drafter folder or hub id; without it, plain autoregressive decoding.")
+flags.DEFINE_string("prompt", None, "The user's message.", required=True)
+flags.DEFINE_integer("max_new_tokens", 128, "Most tokens to produce.", lower_bound=0)
+flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)
+flags.DEFINE_integer("seed", 0, "For sampling.", lower_bound=0)
+flags.DEFINE_integer("width", None, "Block width, anchor included; default: the drafter's.")
+flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of both models' parameters.")
+flags.DEFINE_bool("raw", False, "Take --prompt as it is, without the chat template.")
+flags.DEFINE_bool("compare", False, "Also decode autoregressively, and report both.")
+flags.DEFINE_bool("require_same", False, "Exit with status 1 when the two texts of --compare differ.")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        exit_with(ValueError(f"unknown arguments: {' '.join(argv[1:])}"))
+    if FLAGS.compare and FLAGS.drafter is None:
+        exit_with(ValueError("--compare needs --drafter"))
+    if FLAGS.require_same and not FLAGS.compare:
+        exit_with(ValueError("--require_same needs --compare"))
+    try:
+        same = _run()
+    except ValueError as error:
+        exit_with(error)
+    if FLAGS.require_same and not same:
+        sys.exit(1)
+
+
+def _run() -> bool:
+    from dflash_jax import load_drafter, load_target, stream
+    from dflash_jax.evaluation.compare import compare
+
+    target = load_target(FLAGS.target, dtype=FLAGS.dtype)
+    drafter = load_drafter(FLAGS.drafter, target=target, dtype=FLAGS.dtype) if FLAGS.drafter else None
+    prompt = FLAGS.prompt
+    if FLAGS.raw:
+        if target.tokenizer is None:
+            raise ValueError(f"target {target.source} has no tokenizer; --raw can't encode text")
+        prompt = target.tokenizer.encode(FLAGS.prompt)
+    options = dict(max_new_tokens=FLAGS.max_new_tokens, temperature=FLAGS.temperature, seed=FLAGS.seed)
+    for piece in stream(target, prompt, drafter=drafter, width=FLAGS.width, **options):
+        print(piece, end="", flush=True)
+    print()
+    if not FLAGS.compare:
+        return True
+    comparison = compare(target, prompt, drafter, width=FLAGS.width, **options)
+    print(f"\n{comparison.table()}")
+    return comparison.same
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,30 @@
+"""Trains a DFlash drafter.
+
+    python train.py --config configs/smollm2_quickstart.py
+    python train.py --config configs/smollm2_quickstart.py --config.optimizer.learning_rate=1e-3
+
+The run's directory (config.checkpoint.directory) holds checkpoints/, metrics.jsonl and drafter/, the exported drafter
+with the highest acceptance length so far. The same command again resumes a run that was cut short.
+"""
+
+import logging
+import sys
+
+from dflash_jax.cli import exit_with, experiment_from_flags
+
+
+def main(argv: list[str]) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        experiment = experiment_from_flags(argv)
+        from dflash_jax.evaluation.training_run import train
+
+        outcome = train(experiment)
+    except ValueError as error:  # wrong settings, files or data; anything else is a bug and keeps its traceback
+        exit_with(error)
+    reached = "" if outcome.acceptance_length is None else f", acceptance length {outcome.acceptance_length:.2f}"
+    print(f"drafter: {outcome.drafter_dir} ({outcome.steps} steps, {outcome.skipped} skipped{reached})")
+
+
+if __name__ == "__main__":
+    main(sys.argv)
