@@ -14,6 +14,9 @@ from dflash_jax.cli import exit_with, experiment_from_flags
 
 
 def main(argv: list[str]) -> None:
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         experiment = experiment_from_flags(argv)

@@ -1,56 +1,98 @@
-"""Flags of the training command: `--config FILE` and `--config.part.field=value`."""
+"""Flags of the training command: `--config FILE` and `--config.part.field=value`.
+
+ml_collections has flags for this, but they stop at the first wrong value with a traceback, and know no None.
+"""
 
 from __future__ import annotations
 
+import runpy
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
-from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict
 
-from dflash_jax.config import PARTS, ConfigError, ExperimentConfig, to_experiment, unknown_field
+from dflash_jax.config import ConfigError, ExperimentConfig, from_text, to_experiment
 
 
 def experiment_from_flags(argv: Sequence[str]) -> ExperimentConfig:
     """The checked experiment that a command line asks for.
 
     Args:
-        argv: sys.argv; argv[0] is the program.
+        argv: sys.argv; argv[0] is the program. A value follows its flag behind = or as the next argument.
 
     Raises:
-        ConfigError: an unknown flag or field, a value of the wrong type or out of range, a config file that can't be
-            found or has no get_config. The message names the field.
+        ConfigError: an unknown flag or field, values of the wrong type or out of range, a config file that can't be
+            found or run. The message names file or field, and all wrong fields at once.
     """
-    _check_fields(argv[1:])
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_file(
-        "config", None, "Python file with get_config().", flag_values=values, sys_argv=list(argv)
-    )
+    file, overrides = _read_arguments(list(argv[1:]))
+    settings = load_config_file(file)
+    for dotted, text in overrides:
+        part, _, field = dotted.partition(".")
+        if not field:
+            raise ConfigError(f"--config.{dotted}: name a field of it, as in --config.training.steps=100")
+        values = settings.setdefault(part, {})
+        if isinstance(values, dict):
+            values[field] = from_text(part, field, text)
+    return to_experiment(settings)
+
+
+def load_config_file(path: str | Path) -> dict[str, Any]:
+    """Runs a config file's get_config() and returns its settings as plain dictionaries.
+
+    Raises:
+        ConfigError: there is no such file, it has no get_config, or it fails; the message names the line.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"--config={path}: there is no such file")
     try:
-        left_over = values(list(argv))[1:]
-    except flags.Error as error:
-        raise ConfigError(str(error)) from error
-    except FileNotFoundError as error:
-        raise ConfigError(f"--config: no such file: {error.filename or error}") from error
-    if left_over:
-        raise ConfigError(f"unknown arguments: {' '.join(left_over)}; use --config FILE --config.part.field=value")
-    if values.config is None:
-        raise ConfigError("--config is missing: name a config file, such as --config configs/smollm2_quickstart.py")
-    return to_experiment(values.config)
+        get_config = runpy.run_path(str(path)).get("get_config")
+        config = get_config() if callable(get_config) else None
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config={path}: {type(error).__name__}{_line_of(error, path)}: {reason}") from error
+    if not callable(get_config):
+        raise ConfigError(f"--config={path}: it must define get_config(), which returns the settings")
+    if not isinstance(config, ConfigDict):
+        kind = type(config).__name__
+        raise ConfigError(f"--config={path}: get_config() must return what default_config() gave it, not {kind}")
+    return config.to_dict()
 
 
-def exit_with(error: Exception) -> None:
+def exit_with(error: Exception) -> NoReturn:
     """Ends the program with status 2 and the message, without a traceback: the user's input was wrong."""
     print(f"error: {error}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def _check_fields(arguments: Sequence[str]) -> None:
-    """The flag library reports an unknown field by a traceback; this names it and the nearest that exists."""
-    for argument in arguments:
-        if not argument.startswith("--config."):
+def _read_arguments(arguments: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """The config file, and (part.field, text) of every override, in order: the last one counts."""
+    file, overrides, unknown = None, [], []
+    while arguments:
+        flag, equals, text = arguments.pop(0).partition("=")
+        if flag != "--config" and not flag.startswith("--config."):
+            unknown.append(flag + equals + text)
             continue
-        dotted = argument.removeprefix("--config.").split("=")[0]
-        part, _, field = dotted.partition(".")
-        if part not in PARTS or field not in PARTS[part].__dataclass_fields__:
-            raise ConfigError(unknown_field(dotted))
+        if not equals:
+            if not arguments:
+                raise ConfigError(f"{flag}: its value is missing")
+            text = arguments.pop(0)
+        if flag == "--config":
+            file = text
+        else:
+            overrides.append((flag.removeprefix("--config."), text))
+    if unknown:
+        raise ConfigError(f"unknown arguments: {' '.join(unknown)}; use --config FILE --config.part.field=value")
+    if file is None:
+        raise ConfigError("--config is missing: name a config file, such as --config configs/smollm2_quickstart.py")
+    return file, overrides
+
+
+def _line_of(error: Exception, path: str | Path) -> str:
+    """Where in the config file an error arose, " in line N", or nothing when it did not."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f" in line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f" in line {lines[-1]}" if lines else ""

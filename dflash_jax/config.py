@@ -1,20 +1,20 @@
 """What an experiment is made of: frozen dataclasses, their defaults, and validation that names the field.
 
-A config file is a Python file with `get_config()`, which starts from `default_config()` and sets fields. Defaults are the
-paper's where it has them (paper section 5.1: 5 layers, block 16, 512 anchors, 3072 tokens, AdamW 6e-4, …).
+A config file is a Python file with `get_config()`, which starts from `default_config()` and sets fields. Defaults are
+the paper's where it has them (paper section 5.1: 5 layers, block 16, 512 anchors, 3072 tokens, AdamW 6e-4, …).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
 
+from dflash_jax.config_types import described, parsed, typed
 from dflash_jax.models.config_fields import ConfigError
 
 
@@ -88,7 +88,10 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """directory holds checkpoints/, metrics.jsonl and drafter/, the best export so far. every_steps 0: only at the end."""
+    """directory holds checkpoints/, metrics.jsonl and drafter/, the best export so far.
+
+    every_steps 0: only at the end. keep: how many checkpoints stay.
+    """
 
     directory: str = ""
     every_steps: int = 500
@@ -100,8 +103,8 @@ class CheckpointConfig:
 class EvaluationConfig:
     """Fixed anchors on held-out rows, and real greedy decoding of held-out prompts. every_steps 0: only at the end.
 
-    decode_width: width of the decoding (None: the block size). decode_every_steps: decoding costs more, so it has its own
-    interval; 0: only at the end.
+    decode_width: width of the decoding (None: the block size). decode_every_steps: decoding costs more, so it has its
+    own interval, a multiple of every_steps; 0: only at the end.
     """
 
     every_steps: int = 500
@@ -138,18 +141,12 @@ PARTS: dict[str, type] = typing.get_type_hints(ExperimentConfig)
 
 
 def default_config() -> ConfigDict:
-    """All fields with their defaults, to be changed by a config file. Unknown fields can't be set by mistake."""
-    config = ConfigDict({name: {} for name in PARTS})
-    for name, part in PARTS.items():
-        for field in dataclasses.fields(part):
-            config[name][field.name] = field.default if field.default is not None else _unset(part, field.name)
-    return config.lock()
+    """All fields with their defaults, to be changed by a config file. Unknown fields can't be set by mistake.
 
-
-def _unset(part: type, field: str):
-    """A typed placeholder for None, without which a flag could not set the field."""
-    options = [option for option in typing.get_args(typing.get_type_hints(part)[field]) if option is not type(None)]
-    return config_dict.placeholder(options[0])
+    Values are checked by `to_experiment`, which knows more than the type of a default.
+    """
+    defaults = {name: {field.name: field.default for field in dataclasses.fields(part)} for name, part in PARTS.items()}
+    return ConfigDict(defaults, type_safe=False).lock()
 
 
 def to_experiment(config: Mapping[str, Any]) -> ExperimentConfig:
@@ -158,152 +155,149 @@ def to_experiment(config: Mapping[str, Any]) -> ExperimentConfig:
     Raises:
         ConfigError: once, with all that is wrong, each as «field=value: what is allowed».
     """
-    problems: list[str] = []
-    parts = {}
-    for name in set(config) - set(PARTS):
-        problems.append(f"{name}: no such part; {_nearest(name, PARTS)}")
-    for name, part in PARTS.items():
-        parts[name] = _part(name, part, dict(config.get(name, {})), problems)
+    problems = [f"{name}: no such part; {_nearest(name, PARTS)}" for name in sorted(set(config) - set(PARTS))]
+    parts = {name: _part(name, part, config.get(name, {}), problems) for name, part in PARTS.items()}
     if not problems:
-        problems = [f"{field}={value!r}: {allowed}" for field, value, allowed in _range_problems(parts)]
+        problems = [f"{field}={value!r}: must be {allowed}" for field, value, allowed in _range_problems(parts)]
     if problems:
         raise ConfigError("wrong settings:\n  " + "\n  ".join(problems))
     return ExperimentConfig(**parts)
 
 
-def unknown_field(dotted: str) -> str:
-    """The message for a field that does not exist, with the nearest one that does."""
-    every = [f"{name}.{field.name}" for name, part in PARTS.items() for field in dataclasses.fields(part)]
-    return f"{dotted}: no such field; {_nearest(dotted, every)}"
+def from_text(part: str, field: str, text: str) -> Any:
+    """What a flag's text means for a field.
+
+    Text that fits no type of the field, or belongs to no field, stays text: `to_experiment` then reports it together
+    with everything else that is wrong.
+    """
+    hint = typing.get_type_hints(PARTS[part]).get(field, str) if part in PARTS else str
+    try:
+        return parsed(text, hint)
+    except ValueError:
+        return text
 
 
-def _part(name: str, part: type, values: dict[str, Any], problems: list[str]):
+def _part(name: str, part: type, values: Any, problems: list[str]):
+    if not isinstance(values, Mapping):
+        problems.append(
+            f"{name}={values!r}: is a part; set its fields, such as {name}.{dataclasses.fields(part)[0].name}"
+        )
+        return None
     hints = typing.get_type_hints(part)
-    for field in set(values) - set(hints):
-        problems.append(unknown_field(f"{name}.{field}"))
     checked = {}
     for field, value in values.items():
         if field not in hints:
+            problems.append(f"{name}.{field}: no such field; {_nearest(f'{name}.{field}', _every_field())}")
             continue
         try:
-            checked[field] = _typed(value, hints[field])
+            checked[field] = typed(value, hints[field])
         except TypeError:
-            problems.append(f"{name}.{field}={value!r}: must be {_type_name(hints[field])}")
+            problems.append(f"{name}.{field}={value!r}: must be {described(hints[field])}")
     return None if problems else part(**checked)
 
 
-def _typed(value: Any, hint: Any) -> Any:
-    """The value as the hint wants it (int for float, list for tuple); TypeError when it is something else."""
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        for option in options:
-            try:
-                return _typed(value, option)
-            except TypeError:
-                continue
-        raise TypeError
-    if origin is Literal:
-        if value in options:
-            return value
-        raise TypeError
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise TypeError
-        return tuple(_typed(item, options[0]) for item in value)
-    if isinstance(value, str) and hint in (float, type(None)):
-        return _from_flag(value, hint)
-    if isinstance(value, bool) and hint is not bool:
-        raise TypeError
-    if hint is float and isinstance(value, int):
-        return float(value)
-    if isinstance(value, hint):
-        return value
-    raise TypeError
+def _every_field() -> list[str]:
+    return [f"{name}.{field.name}" for name, part in PARTS.items() for field in dataclasses.fields(part)]
 
 
-def _from_flag(text: str, hint: type) -> float | None:
-    """What a flag wrote as text where the default was text too, such as 3.5 or none in the place of "auto"."""
-    if hint is type(None):
-        if text.lower() == "none":
-            return None
-        raise TypeError
-    try:
-        return float(text)
-    except ValueError as error:
-        raise TypeError from error
-
-
-def _type_name(hint: Any) -> str:
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_type_name(option) for option in options)
-    if origin is Literal:
-        return " or ".join(map(repr, options))
-    if origin is tuple:
-        return f"a list of {_type_name(options[0])}"
-    return "None" if hint is type(None) else hint.__name__
-
-
-def _nearest(name: str, known) -> str:
+def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
 
 
+# The least value of a field. None is fine where the type allows it.
+_AT_LEAST = {
+    "model.num_layers": 1,
+    "model.block_size": 2,  # an anchor and a proposal
+    "model.num_taps": 1,
+    "model.mask_token_id": 0,
+    "model.intermediate_size": 1,
+    "data.max_length": 2,
+    "data.max_rows": 1,
+    "training.steps": 0,
+    "training.rows_per_step": 1,
+    "training.anchors_per_row": 1,
+    "training.loss_chunk": 1,
+    "training.time_limit_minutes": 0,
+    "optimizer.weight_decay": 0,
+    "checkpoint.every_steps": 0,
+    "checkpoint.keep": 1,
+    "evaluation.every_steps": 0,
+    "evaluation.rows": 1,
+    "evaluation.anchors_per_row": 1,
+    "evaluation.decode_every_steps": 0,
+    "evaluation.decode_prompts": 0,
+    "evaluation.decode_max_new_tokens": 2,  # the first token belongs to no round
+    "evaluation.decode_batch_size": 1,
+    "logging.every_steps": 1,
+}
+
+
 def _range_problems(parts: dict[str, Any]) -> list[tuple[str, Any, str]]:
     """(field, value, what is allowed) of every field whose type is right and whose value is not."""
-    model, data, training = parts["model"], parts["data"], parts["training"]
-    optimizer, checkpoint, evaluation = parts["optimizer"], parts["checkpoint"], parts["evaluation"]
-    buckets = data.length_buckets
-    rules = [
-        ("model.target", model.target, bool(model.target), "name a target: a folder or a hub id"),
-        ("model.num_layers", model.num_layers, model.num_layers >= 1, "at least 1"),
-        ("model.block_size", model.block_size, model.block_size >= 2, "at least 2 (an anchor and a proposal)"),
-        ("model.num_taps", model.num_taps, model.num_taps >= 1, "at least 1"),
-        ("data.train_file", data.train_file, bool(data.train_file), "name a file of regenerated chats"),
-        ("data.max_length", data.max_length, data.max_length >= 2, "at least 2 tokens"),
+    values = {f"{name}.{field}": value for name, part in parts.items() for field, value in vars(part).items()}
+    counts = [(field, values[field] is None or values[field] >= least, least) for field, least in _AT_LEAST.items()]
+    rules = [(field, fine, f"at least {least}") for field, fine, least in counts]
+    rules += [*_text_rules(parts), *_number_rules(parts), *_joint_rules(parts)]
+    return [(field, values[field], allowed) for field, fine, allowed in rules if not fine]
+
+
+# A rule: (field, whether its value is fine, what is allowed).
+Rule = tuple[str, bool, str]
+
+
+def _text_rules(parts: dict[str, Any]) -> list[Rule]:
+    return [
+        ("model.target", bool(parts["model"].target), "a folder, a hub id or smollm2-135m-instruct"),
+        ("model.warm_start", parts["model"].warm_start != "", "a folder or a hub id, or None"),
+        ("data.train_file", bool(parts["data"].train_file), "a file of regenerated chats (.jsonl or .jsonl.gz)"),
+        ("checkpoint.directory", bool(parts["checkpoint"].directory), "the directory of the run"),
+    ]
+
+
+def _number_rules(parts: dict[str, Any]) -> list[Rule]:
+    training, optimizer = parts["training"], parts["optimizer"]
+    gamma = training.loss_decay_gamma
+    return [
+        ("training.epochs", training.epochs > 0, "more than 0"),
+        ("training.seed", 0 <= training.seed < 2**32, "from 0 to 2³²−1"),
+        (
+            "training.loss_decay_gamma",
+            not isinstance(gamma, float) or gamma > 0,
+            "more than 0, 'auto', or None for no decay",
+        ),
+        ("optimizer.learning_rate", 0 < optimizer.learning_rate < 1, "between 0 and 1"),
+        ("optimizer.warmup_ratio", 0 <= optimizer.warmup_ratio < 1, "from 0 to below 1"),
+        ("optimizer.b1", 0 <= optimizer.b1 < 1, "from 0 to below 1"),
+        ("optimizer.b2", 0 <= optimizer.b2 < 1, "from 0 to below 1"),
+        ("optimizer.clip_norm", optimizer.clip_norm > 0, "more than 0"),
+    ]
+
+
+def _joint_rules(parts: dict[str, Any]) -> list[Rule]:
+    """Rules about two fields."""
+    model, data, training, evaluation = (parts[name] for name in ("model", "data", "training", "evaluation"))
+    buckets, width, every = data.length_buckets, evaluation.decode_width, evaluation.every_steps
+    rising = bool(buckets) and buckets[0] >= 1 and list(buckets) == sorted(set(buckets))
+    return [
         (
             "data.length_buckets",
-            buckets,
-            bool(buckets) and list(buckets) == sorted(set(buckets)) and buckets[-1] >= data.max_length,
+            rising and buckets[-1] >= data.max_length,
             f"rising lengths, the last at least data.max_length={data.max_length}",
         ),
-        ("data.max_rows", data.max_rows, data.max_rows is None or data.max_rows >= 1, "at least 1, or None for all"),
-        ("training.steps", training.steps, training.steps is None or training.steps >= 0, "0 or more, or None"),
-        ("training.epochs", training.epochs, training.epochs > 0, "more than 0"),
-        ("training.rows_per_step", training.rows_per_step, training.rows_per_step >= 1, "at least 1"),
         (
             "training.accumulation",
-            training.accumulation,
             training.accumulation >= 1 and training.rows_per_step % training.accumulation == 0,
             f"a divisor of training.rows_per_step={training.rows_per_step}",
         ),
-        ("training.anchors_per_row", training.anchors_per_row, training.anchors_per_row >= 1, "at least 1"),
-        (
-            "training.loss_decay_gamma",
-            training.loss_decay_gamma,
-            not isinstance(training.loss_decay_gamma, float) or training.loss_decay_gamma > 0,
-            'more than 0, "auto", or None for no decay',
-        ),
-        ("training.loss_chunk", training.loss_chunk, training.loss_chunk >= 1, "at least 1"),
-        ("training.seed", training.seed, 0 <= training.seed < 2**32, "from 0 to 2³²−1"),
-        ("optimizer.learning_rate", optimizer.learning_rate, 0 < optimizer.learning_rate < 1, "between 0 and 1"),
-        ("optimizer.warmup_ratio", optimizer.warmup_ratio, 0 <= optimizer.warmup_ratio < 1, "from 0 to below 1"),
-        ("optimizer.weight_decay", optimizer.weight_decay, optimizer.weight_decay >= 0, "0 or more"),
-        ("optimizer.b1", optimizer.b1, 0 <= optimizer.b1 < 1, "from 0 to below 1"),
-        ("optimizer.b2", optimizer.b2, 0 <= optimizer.b2 < 1, "from 0 to below 1"),
-        ("optimizer.clip_norm", optimizer.clip_norm, optimizer.clip_norm > 0, "more than 0"),
-        ("checkpoint.directory", checkpoint.directory, bool(checkpoint.directory), "name the run's directory"),
-        ("checkpoint.every_steps", checkpoint.every_steps, checkpoint.every_steps >= 0, "0 or more"),
-        ("checkpoint.keep", checkpoint.keep, checkpoint.keep >= 1, "at least 1"),
-        ("evaluation.rows", evaluation.rows, evaluation.rows >= 1, "at least 1"),
-        ("evaluation.anchors_per_row", evaluation.anchors_per_row, evaluation.anchors_per_row >= 1, "at least 1"),
-        ("evaluation.decode_batch_size", evaluation.decode_batch_size, evaluation.decode_batch_size >= 1, "at least 1"),
         (
             "evaluation.decode_width",
-            evaluation.decode_width,
-            evaluation.decode_width is None or 1 <= evaluation.decode_width <= model.block_size,
+            width is None or 1 <= width <= model.block_size,
             f"from 1 to model.block_size={model.block_size}, or None",
         ),
-        ("logging.every_steps", parts["logging"].every_steps, parts["logging"].every_steps >= 1, "at least 1"),
+        (
+            "evaluation.decode_every_steps",
+            evaluation.decode_every_steps % every == 0 if every else evaluation.decode_every_steps == 0,
+            f"0 or a multiple of evaluation.every_steps={every}",
+        ),
     ]
-    return [(field, value, allowed) for field, value, fine, allowed in rules if not fine]
