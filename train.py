@@ -17,7 +17,8 @@ def main(argv: list[str]) -> None:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("dflash_jax").setLevel(logging.INFO)  # and not the libraries, which tell of every file
     try:
         experiment = experiment_from_flags(argv)
         from dflash_jax.evaluation.training_run import train

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import hashlib
 import logging
 import math
 from typing import Any
 
 import jax
+import numpy as np
 
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_target
 from dflash_jax.config import ConfigError, ExperimentConfig
@@ -31,16 +34,36 @@ def train(experiment: ExperimentConfig) -> Outcome:
     Raises:
         ValueError: settings, data or checkpoints are wrong; the message names the field or file.
     """
-    target = load_target(experiment.model.target, dtype=experiment.model.target_dtype)
-    data = experiment.data
+    return prepare(experiment).run()
+
+
+def prepare(experiment: ExperimentConfig) -> Trainer:
+    """Loads target, data and the drafter to start from; `run` of what is returned trains. Errors as `train`."""
+    model, data = experiment.model, experiment.data
+    try:
+        target = load_target(model.target, dtype=model.target_dtype)
+    except ValueError as error:
+        raise ConfigError(f"model.target={model.target!r}: {error}") from error
     _, rows = _rows(data.train_file, "data.train_file", experiment, target)
     rows = rows[: data.max_rows]
-    batches = Batches(rows, experiment.training.rows_per_step, data.length_buckets, experiment.training.seed)
+    try:
+        batches = Batches(rows, experiment.training.rows_per_step, data.length_buckets, experiment.training.seed)
+    except ValueError as error:
+        raise ConfigError(f"data.train_file={data.train_file!r}: {error}") from error
     experiment = _with_steps(experiment, batches)
     config, drafter = starting_drafter(experiment, target)
     _announce(experiment, target, config, drafter, rows)
     heldout = HeldOut(experiment, target, config) if data.heldout_file else None
-    return Trainer(experiment, target, config, drafter, batches, heldout).run()
+    fingerprint = rows_fingerprint(rows)
+    return Trainer(experiment, target, config, drafter, batches, heldout, data_fingerprint=fingerprint)
+
+
+def rows_fingerprint(rows: list[TrainingRow]) -> str:
+    """Tells rows of training data apart, by tokens, masks and order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(np.int64(len(row.tokens)).tobytes() + row.tokens.tobytes() + row.loss_mask.tobytes())
+    return digest.hexdigest()
 
 
 class HeldOut:
@@ -49,7 +72,8 @@ class HeldOut:
     def __init__(self, experiment: ExperimentConfig, target: LoadedTarget, config: DrafterConfig):
         self.part, self.target = experiment.evaluation, target
         chats, rows = _rows(experiment.data.heldout_file, "data.heldout_file", experiment, target)
-        self.prompts = [chat.prompt_ids for chat in chats[: self.part.decode_prompts]]
+        usable = {row.id for row in rows}
+        self.prompts = [chat.prompt_ids for chat in chats if chat.id in usable][: self.part.decode_prompts]
         self.batches = _fixed_batches(rows[: self.part.rows], experiment)
         self.settings = step_settings(experiment, config)._replace(anchors=self.part.anchors_per_row)
         self.tables = VocabularyTables(target.model.embedding[...], target.model.head_VD)
@@ -97,10 +121,14 @@ def _fixed_batches(rows: list[TrainingRow], experiment: ExperimentConfig) -> lis
     batches = []
     for first in range(0, len(order) - size + 1, size):
         indices = order[first : first + size]
-        longest = len(rows[indices[-1]].tokens)
-        length = min(bucket for bucket in experiment.data.length_buckets if bucket >= longest)
+        length = _bucket(len(rows[indices[-1]].tokens), experiment.data.length_buckets)
         batches.append(collate(rows, indices, length))
     return batches
+
+
+def _bucket(length: int, buckets: tuple[int, ...]) -> int:
+    """The padded length of a row."""
+    return buckets[bisect.bisect_left(buckets, length)]
 
 
 def _with_steps(experiment: ExperimentConfig, batches: Batches) -> ExperimentConfig:
@@ -113,14 +141,14 @@ def _with_steps(experiment: ExperimentConfig, batches: Batches) -> ExperimentCon
 def _announce(experiment, target: LoadedTarget, config, drafter, rows: list[TrainingRow]) -> None:
     training = experiment.training
     logger.info(
-        "target %s (%d layers) · drafter %.1f M parameters, %d layers, block %d, taps %s · %d rows · %d steps of %d rows "
-        "× %d anchors · %s",
+        "target %s (%d layers) · drafter %.1f M parameters, %d layers, block %d, taps %s · %d rows · "
+        "%d steps of %d rows × %d anchors · %s",
         *(target.source, target.config.num_layers, parameter_count(drafter) / 1e6, config.num_layers),
         *(config.block_size, list(config.target_layer_ids), len(rows), training.steps, training.rows_per_step),
         *(training.anchors_per_row, jax.devices()[0].device_kind),
     )
     if training.feature_cache == "memory":
-        tokens = sum(len(row.tokens) for row in rows)
+        tokens = sum(_bucket(len(row.tokens), experiment.data.length_buckets) for row in rows)
         itemsize = target.model.embedding[...].dtype.itemsize
         size = feature_bytes(tokens, len(config.target_layer_ids), config.hidden_size, itemsize)
-        logger.info("features are kept in memory: at most about %.1f GB", size / 1e9)
+        logger.info("features are kept in memory: about %.1f GB", size / 1e9)

@@ -29,23 +29,25 @@ class OnlineFeatures:
 class RememberedFeatures:
     """Runs the target once a row and keeps the result in host memory, in the target's dtype.
 
-    A row always runs alone, at its padded length, so that its features are the same bits whenever they are computed:
-    a resumed run, which starts with an empty memory, continues exactly.
+    A row always runs alone, and once for each length it is padded to (now and then a row fills up a batch of the next
+    length). So its features are the same bits whenever they are computed: a resumed run, which starts with an empty
+    memory, continues exactly.
     """
 
     def __init__(self, target, layers: tuple[int, ...]):
         self._target, self._layers = target, layers
-        self._rows: dict[int, np.ndarray] = {}
+        self._rows: dict[tuple[int, int], np.ndarray] = {}
 
     def __call__(self, tokens_BT: np.ndarray, rows_B: np.ndarray) -> jax.Array:
         """Features [B, T, M, D] of the batch; rows_B are the rows' numbers in the data set."""
         return jnp.asarray(np.stack([self._row(*pair) for pair in zip(tokens_BT, rows_B.tolist(), strict=True)]))
 
     def _row(self, tokens_T: np.ndarray, row: int) -> np.ndarray:
-        if row not in self._rows:
+        key = (row, len(tokens_T))
+        if key not in self._rows:
             taps_1TMD = context_taps(self._target, jnp.asarray(tokens_T[None]), layers=self._layers)
-            self._rows[row] = np.asarray(taps_1TMD[0])
-        return self._rows[row]
+            self._rows[key] = np.asarray(taps_1TMD[0])
+        return self._rows[key]
 
 
 def make_features(cache: str, target, layers: tuple[int, ...]) -> OnlineFeatures | RememberedFeatures:

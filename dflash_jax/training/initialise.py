@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.models.family import DrafterConfig
+from dflash_jax.models.family import ConfigError, DrafterConfig
 from dflash_jax.models.target import Target
 
 
@@ -27,7 +27,7 @@ def drafter_from_target(config: DrafterConfig, target: Target, seed: int) -> Dra
     scores start at the scale the copied projections were trained for.
 
     Raises:
-        ValueError: names the first drafter field that differs from the target's, since nothing can be copied then.
+        ConfigError: names the first drafter field that differs from the target's, since nothing can be copied then.
     """
     _check_copyable(config, target)
     drafter = random_drafter(config, seed)
@@ -47,12 +47,12 @@ def _check_copyable(config: DrafterConfig, target: Target) -> None:
     for field in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
         ours, theirs = getattr(config, field), getattr(target.config, field)
         if ours != theirs:
-            raise ValueError(
+            raise ConfigError(
                 f"model.initialisation='target' copies target layers, but the drafter's {field} is {ours} and the "
                 f"target's {theirs}; make them equal or use initialisation='random'"
             )
     if config.num_layers > target.config.num_layers:
-        raise ValueError(
+        raise ConfigError(
             f"model.num_layers={config.num_layers}: the target has only {target.config.num_layers} to copy"
         )
 

@@ -27,11 +27,14 @@ logger = logging.getLogger(__name__)
 def drafter_config(model: ModelConfig, target: LoadedTarget) -> DrafterConfig:
     """Describes the drafter of an experiment: the target's sizes, with what the experiment sets in their place."""
     base = target.config
-    ids = model.target_layer_ids or default_target_layer_ids(base.num_layers, model.num_taps)
-    check_target_layer_ids(ids, base.num_layers)
     if model.mask_token_id is None:
         raise ConfigError("model.mask_token_id is not set; choose an id of the target's vocabulary that no chat uses")
-    check_mask_token_id(model.mask_token_id, base.vocab_size, special_token_ids(target))
+    try:
+        ids = model.target_layer_ids or default_target_layer_ids(base.num_layers, model.num_taps)
+        check_target_layer_ids(ids, base.num_layers)
+        check_mask_token_id(model.mask_token_id, base.vocab_size, special_token_ids(target))
+    except ConfigError as error:
+        raise ConfigError(f"model: {error}") from error
     return DrafterConfig(
         hidden_size=base.hidden_size,
         intermediate_size=model.intermediate_size or base.intermediate_size,
@@ -57,20 +60,29 @@ def drafter_config(model: ModelConfig, target: LoadedTarget) -> DrafterConfig:
 def starting_drafter(experiment: ExperimentConfig, target: LoadedTarget) -> tuple[DrafterConfig, Drafter]:
     """The drafter that training starts from: random, from the target's layers, or an existing one (warm start)."""
     model, seed = experiment.model, experiment.training.seed
-    if model.warm_start:
-        loaded = load_drafter(model.warm_start, target=target, dtype="float32")
-        if loaded.config.block_size != model.block_size:
-            logger.info(
-                "block size %d from the config, %d in %s",
-                model.block_size,
-                loaded.config.block_size,
-                Path(model.warm_start).name,
-            )
-        return dataclasses.replace(loaded.config, block_size=model.block_size), loaded.model
+    if model.warm_start is not None:
+        return _warm_start(model, model.warm_start, target)
     config = drafter_config(model, target)
     if model.initialisation == "target":
         return config, drafter_from_target(config, target.model, seed)
     return config, random_drafter(config, seed)
+
+
+def _warm_start(model: ModelConfig, source: str, target: LoadedTarget) -> tuple[DrafterConfig, Drafter]:
+    """The drafter to go on from: its shape counts, its taps and mask token must not be contradicted."""
+    try:
+        loaded = load_drafter(source, target=target, dtype="float32")
+    except ValueError as error:
+        raise ConfigError(f"model.warm_start={source!r}: {error}") from error
+    for field, ours in (("mask_token_id", model.mask_token_id), ("target_layer_ids", model.target_layer_ids or None)):
+        theirs = getattr(loaded.config, field)
+        if ours is not None and ours != theirs:
+            raise ConfigError(f"model.{field}={ours}: model.warm_start={source!r} has {theirs}; use that, or unset it")
+    if loaded.config.block_size != model.block_size:
+        logger.info("block size %d from the settings, %d in %s", model.block_size, loaded.config.block_size, source)
+    config = dataclasses.replace(loaded.config, block_size=model.block_size)
+    loaded.model.config = config  # the widest block that it drafts is read from there
+    return config, loaded.model
 
 
 def step_settings(experiment: ExperimentConfig, config: DrafterConfig) -> StepSettings:

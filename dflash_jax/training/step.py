@@ -146,6 +146,7 @@ def evaluation_step(drafter: Drafter, tables: VocabularyTables, batch: Batch, *,
     return block_sums(loss, weights_BAW, scores, blocks)
 
 
+@functools.cache  # the same object for the same settings, so that train_step is not compiled again
 def make_optimizer(
     learning_rate: float,
     steps: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -16,7 +17,7 @@ from tqdm import tqdm
 
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, export_drafter
 from dflash_jax.checkpoints.training_state import TrainingCheckpoints
-from dflash_jax.config import ExperimentConfig
+from dflash_jax.config import ConfigError, ExperimentConfig
 from dflash_jax.data.pipeline import Batches
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import DrafterConfig
@@ -51,11 +52,29 @@ class Trainer:
         drafter_config: DrafterConfig,
         drafter: Drafter,
         batches: Batches,
-        evaluate: Evaluate | None,
+        evaluate: Evaluate | None = None,
+        *,
+        data_fingerprint: str = "",
     ):
+        """Prepares a run; `run` starts it, or goes on with the one in the experiment's directory.
+
+        Args:
+            experiment: with training.steps set.
+            drafter: where training starts. Its buffers are used up.
+            batches: endless; one batch is one step.
+            evaluate: see Evaluate; None: the drafter of the last step is the one exported.
+            data_fingerprint: tells the rows apart; a run goes on with the rows it began with.
+
+        Raises:
+            ConfigError: training.steps is not set, or the directory can't be made.
+        """
+        if experiment.training.steps is None:
+            raise ConfigError("training.steps is not set")
+        self.steps: int = experiment.training.steps
         self.experiment, self.target, self.drafter_config = experiment, target, drafter_config
         self.batches, self.evaluate = batches, evaluate
-        self.directory = Path(experiment.checkpoint.directory)
+        self.inputs = {"model.target": target.fingerprint, "data.train_file": data_fingerprint}
+        self.directory = _made(experiment.checkpoint.directory)
         self.settings = step_settings(experiment, drafter_config)
         self.tables = VocabularyTables(target.model.embedding[...], target.model.head_VD)
         cache = experiment.training.feature_cache
@@ -63,14 +82,16 @@ class Trainer:
         part = experiment.optimizer
         self.optimizer = make_optimizer(
             part.learning_rate,
-            experiment.training.steps,
+            self.steps,
             warmup_ratio=part.warmup_ratio,
             weight_decay=part.weight_decay,
             b1=part.b1,
             b2=part.b2,
             clip_norm=part.clip_norm,
         )
-        self.state = TrainState(drafter, self.optimizer.init(drafter), jnp.int32(0), jnp.int32(0))
+        state = TrainState(drafter, self.optimizer.init(drafter), jnp.int32(0), jnp.int32(0))
+        # Placed explicitly, as a restored state is: one compilation serves both.
+        self.state = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), state)
         self.best: float | None = None
         self.trained_seconds = 0.0
         self.checkpoints = TrainingCheckpoints(self.directory / "checkpoints", keep=experiment.checkpoint.keep)
@@ -78,10 +99,10 @@ class Trainer:
     def run(self) -> Outcome:
         """Trains from the newest checkpoint, or from the start, to the configured step; returns what was kept."""
         self._resume()
-        total, every = self.experiment.training.steps, self.experiment.logging.every_steps
-        bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True)
+        every = self.experiment.logging.every_steps
+        bar = tqdm(total=self.steps, initial=self.step, unit="step", dynamic_ncols=True)
         sums, tokens, since = zero_sums(self.settings.width), 0, self.trained_seconds
-        while self.step < total and not self._out_of_time():
+        while not self._done():
             begun = time.perf_counter()
             batch, new_tokens = self._next_batch()
             self.state, new = train_step(
@@ -91,7 +112,7 @@ class Trainer:
             self.trained_seconds += time.perf_counter() - begun
             sums, tokens = jax.tree.map(jnp.add, sums, new), tokens + new_tokens
             bar.update()
-            if self.step % every == 0 or self.step == total:
+            if self.step % every == 0 or self._done():
                 self._log(bar, sums, tokens / (self.trained_seconds - since))
                 sums, tokens, since = zero_sums(self.settings.width), 0, self.trained_seconds
             if self._due(self.experiment.evaluation.every_steps):
@@ -106,12 +127,13 @@ class Trainer:
         """Updates done, skipped ones counted."""
         return int(self.state.step)
 
-    def _due(self, every_steps: int | None) -> bool:
-        return bool(every_steps) and self.step % every_steps == 0 and self.step < self.experiment.training.steps
+    def _due(self, every_steps: int) -> bool:
+        """Whether something is due that happens every so many steps; at the end it happens anyway."""
+        return every_steps > 0 and self.step % every_steps == 0 and not self._done()
 
-    def _out_of_time(self) -> bool:
+    def _done(self) -> bool:
         limit = self.experiment.training.time_limit_minutes
-        return limit is not None and self.trained_seconds >= 60 * limit
+        return self.step >= self.steps or (limit is not None and self.trained_seconds >= 60 * limit)
 
     def _next_batch(self) -> tuple[Batch, int]:
         """The next `accumulation` micro-batches, stacked, with features; and how many tokens they hold.
@@ -140,7 +162,7 @@ class Trainer:
 
     def _write(self, kind: str, metrics: dict[str, Any]) -> None:
         line = {"kind": kind, "step": self.step, "seconds": round(self.trained_seconds, 2), **metrics}
-        with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        with self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def _evaluate(self, *, last: bool = False) -> None:
@@ -161,7 +183,13 @@ class Trainer:
 
     @property
     def drafter_dir(self) -> Path:
+        """Where the drafter worth keeping is exported to."""
         return self.directory / "drafter"
+
+    @property
+    def metrics_file(self) -> Path:
+        """JSON lines: kind "train" or "evaluation", step, seconds of training so far, and what was measured."""
+        return self.directory / "metrics.jsonl"
 
     def _save(self) -> None:
         position = {
@@ -169,16 +197,18 @@ class Trainer:
             "best": self.best,
             "trained_seconds": self.trained_seconds,
             "experiment": dataclasses.asdict(self.experiment),
+            "inputs": self.inputs,
         }
         self.checkpoints.save(self.step, self.state, position)
 
     def _resume(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
         newest = self.checkpoints.latest_step()
         if newest is None:
+            _forget_after(self.metrics_file, 0)
             return
         position = self.checkpoints.restore_position(newest)
-        _check_same_run(position["experiment"], dataclasses.asdict(self.experiment), self.directory)
+        _check_same_run(position, self.experiment, self.inputs, self.directory)
+        _forget_after(self.metrics_file, newest)
         self.state = self.checkpoints.restore(newest, self.state)
         self.batches.set_state(position["batches"])
         self.best, self.trained_seconds = position["best"], position["trained_seconds"]
@@ -194,24 +224,47 @@ class Trainer:
 
 
 # A resumed run may change these; everything else decides what the run is.
-_FREE_FIELDS = ("logging", "evaluation", "checkpoint")
+_FREE_PARTS = ("logging", "evaluation", "checkpoint")
+_FREE_FIELDS = ("training.time_limit_minutes",)
 
 
-def _check_same_run(saved: dict, current: dict, directory: Path) -> None:
-    """Raises ValueError naming every field in which the run in `directory` differs from the one asked for."""
-    current = json.loads(json.dumps(current))  # tuples become lists, as in the file
+def _check_same_run(saved: dict, experiment: ExperimentConfig, inputs: dict[str, str], directory: Path) -> None:
+    """Raises ConfigError naming every field in which the run in `directory` differs from the one asked for."""
+    current = json.loads(json.dumps(dataclasses.asdict(experiment)))  # tuples become lists, as in the file
     differing = [
-        f"{part}.{name}: {saved[part].get(name)!r} there, {value!r} now"
+        f"{part}.{name}: {saved['experiment'][part].get(name)!r} there, {value!r} now"
         for part, fields in current.items()
-        if part not in _FREE_FIELDS
         for name, value in fields.items()
-        if saved[part].get(name) != value and (part, name) != ("training", "time_limit_minutes")
+        if part not in _FREE_PARTS and f"{part}.{name}" not in _FREE_FIELDS
+        if saved["experiment"][part].get(name) != value
     ]
+    differing += [f"{name}: its content has changed" for name in inputs if saved["inputs"][name] != inputs[name]]
     if differing:
-        raise ValueError(
+        raise ConfigError(
             f"{directory} holds a run with other settings ({'; '.join(differing)}); "
             "choose another checkpoint.directory, or use the settings of that run"
         )
+
+
+def _made(directory: str) -> Path:
+    path = Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"checkpoint.directory={directory!r}: can't be made: {error.strerror}") from error
+    return path
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drops the lines that a killed run wrote after its last checkpoint: those steps will be made again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # the last line may be cut short
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+    path.write_text("".join(kept), encoding="utf-8")
 
 
 def _short(value: Any) -> str:
