@@ -1,8 +1,10 @@
 """Decodes with a target and a DFlash drafter.
 
-    python infer.py --target smollm2-135m-instruct --drafter runs/smollm2_quickstart/drafter --prompt "What is a list?"
-    python infer.py … --compare            also decodes without the drafter: speeds, acceptance, same text or not
-    python infer.py … --compare --require_same     exits with status 1 if the two texts differ
+python infer.py --target smollm2-135m-instruct --drafter runs/smollm2_quickstart/drafter --prompt "What is a list?"
+python infer.py … --compare                    also decodes without the drafter: speeds, acceptance, same text or not
+python infer.py … --compare --require_same     exits with status 1 if the two texts differ
+
+Wrong flags, files or checkpoints: status 2 and a message.
 """
 
 import sys
@@ -28,10 +30,10 @@ flags.DEFINE_bool("require_same", False, "Exit with status 1 when the two texts 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         exit_with(ValueError(f"unknown arguments: {' '.join(argv[1:])}"))
-    if FLAGS.compare and FLAGS.drafter is None:
-        exit_with(ValueError("--compare needs --drafter"))
-    if FLAGS.require_same and not FLAGS.compare:
-        exit_with(ValueError("--require_same needs --compare"))
+    needed = (("compare", "drafter"), ("width", "drafter"), ("require_same", "compare"))
+    for flag, other in needed:
+        if FLAGS[flag].value and not FLAGS[other].value:
+            exit_with(ValueError(f"--{flag} needs --{other}"))
     try:
         same = _run()
     except ValueError as error:
@@ -62,5 +64,13 @@ def _run() -> bool:
     return comparison.same
 
 
+def _parse(argv: list[str]) -> list[str]:
+    """Flags, with their errors reported as all others are."""
+    try:
+        return FLAGS(argv)
+    except flags.Error as error:
+        exit_with(error)
+
+
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=_parse)

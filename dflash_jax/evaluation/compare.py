@@ -51,6 +51,7 @@ class Comparison:
                 f"speedup            {rates[1] / rates[0]:8.2f}",
                 f"acceptance length  {report.acceptance_length:8.2f}   tokens a round, the target's own counted; "
                 f"break-even at {cost:.2f}",
+                f"accepted/drafted   {report.accepted_share:8.2f}",
                 f"accepted by slot   {slots}",
             ]
         lines.append(f"identical tokens   {'yes' if self.same else 'NO'}")

@@ -1,0 +1,204 @@
+"""The commands as a user runs them, one after the other: regenerate answers, train on them, decode with the drafter."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from absl.testing import flagsaver
+from tiny_models import torch_target
+from tiny_run import read_metrics, settings, write_config, write_rows
+from tiny_tokenizer import tiny_tokenizer
+
+import infer
+from dflash_jax.data import chat
+from dflash_jax.decoding.generate import Generation, Timings
+from dflash_jax.evaluation.compare import Comparison
+
+ROOT = Path(__file__).parents[1]
+PROMPT = "Name a colour."
+THINGS = ("stone", "glass", "river", "chair", "light")
+BUDGET = 24
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class User:
+    """A user's files; `trained` is what train.py said."""
+
+    folder: Path
+    twin: torch.nn.Module
+    trained: subprocess.CompletedProcess
+
+    @property
+    def target(self) -> str:
+        return f"--target={self.folder / 'target'}"
+
+    @property
+    def drafter(self) -> str:
+        return f"--drafter={self.folder / 'run' / 'drafter'}"
+
+    def infer(self, *flags: str) -> subprocess.CompletedProcess:
+        return run("infer.py", self.target, f"--max_new_tokens={BUDGET}", *flags)
+
+    def greedy(self, prompt: list[int]) -> str:
+        """The text that torch decodes."""
+        tokenizer = tiny_tokenizer("smollm2")
+        with torch.no_grad():
+            ids = self.twin.generate(
+                torch.tensor([prompt]), max_new_tokens=BUDGET, do_sample=False, eos_token_id=tokenizer.eos_token_id
+            )
+        return tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True)
+
+
+def regenerate(folder: Path) -> tuple[Path, Path]:
+    """Answers of the target to 20 prompts, four of them held out."""
+    prompts, out = folder / "prompts.jsonl", folder / "answers.jsonl"
+    things = [f"a {colour} {thing}" for colour in ("red", "blue", "green", "pale") for thing in THINGS]
+    rows = [{"id": thing, "messages": [{"role": "user", "content": f"Tell me about {thing}."}]} for thing in things]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [f"--target={folder / 'target'}", f"--prompts={prompts}", f"--out={out}", "--max_new_tokens=20"]
+    made = run("-m", "dflash_jax.data.regenerate", *flags)
+    assert made.returncode == 0, made.stderr
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    return write_rows(folder / "chats.jsonl", answers[:16]), write_rows(folder / "heldout.jsonl", answers[16:])
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory) -> User:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("a user's folder")  # with a space in its name
+    tokenizer = tiny_tokenizer("smollm2")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    twin = torch_target("llama", tied=True, vocab_size=len(tokenizer) + 3, **sizes)
+    twin.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    chats, heldout = regenerate(folder)
+    experiment = settings(
+        *(folder / "target", chats, folder / "run"),
+        data__heldout_file=str(heldout),
+        data__max_length=64,
+        data__length_buckets=(64,),
+        model__mask_token_id=len(tokenizer) + 1,  # in the padded tail of the embedding
+        model__initialisation="target",
+        evaluation__decode_batch_size=4,
+    )
+    config = write_config(folder / "experiment.py", experiment)
+    trained = run("train.py", "--config", str(config), "--config.training.steps=12", "--config.logging.every_steps=4")
+    return User(folder, twin, trained)
+
+
+def test_train_says_what_it_does_and_leaves_a_drafter(user):
+    assert user.trained.returncode == 0, user.trained.stderr
+    lines = read_metrics(user.folder / "run")
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        *(("train", step) for step in (4, 8, 12)),
+        ("evaluation", 12),
+    ]
+    reached = lines[-1]["acceptance_length"]
+    drafter = user.folder / "run" / "drafter"
+    assert user.trained.stdout.endswith(f"drafter: {drafter} (12 steps, 0 skipped, acceptance length {reached:.2f})\n")
+    assert sorted(path.name for path in drafter.iterdir()) == ["config.json", "model.safetensors"]
+    for part in ("loss decay gamma", "16 rows", "12 steps of 4 rows × 6 anchors", "loss ", "tok/s"):
+        assert part in user.trained.stderr
+    assert "heckpoint" not in user.trained.stderr  # the libraries keep their diaries to themselves
+
+
+def test_infer_streams_the_targets_own_greedy_text(user):
+    expected = user.greedy(
+        chat.render(tiny_tokenizer("smollm2"), [{"role": "user", "content": PROMPT}], add_generation_prompt=True)
+    )
+    plain = user.infer(f"--prompt={PROMPT}")
+    assert (plain.returncode, plain.stdout) == (0, expected + "\n"), plain.stderr
+    drafted = user.infer(f"--prompt={PROMPT}", user.drafter, "--compare", "--require_same", "--width=3")
+    assert drafted.returncode == 0, drafted.stderr
+    assert drafted.stdout.startswith(expected + "\n")
+    table = {line[:18].strip(): line[18:].split() for line in drafted.stdout[len(expected) :].splitlines()}
+    assert table["identical tokens"] == ["yes"]
+    assert table["autoregressive"][0] == table["DFlash, width 3"][0]  # tokens
+    assert float(table["acceptance length"][0]) >= 1
+    assert len(table["accepted by slot"]) == 2  # a width of 3 proposes 2
+
+
+def test_raw_prompts_are_taken_as_they_are(user):
+    text = "red blue green"
+    expected = user.greedy(tiny_tokenizer("smollm2").encode(text))
+    raw = user.infer(f"--prompt={text}", "--raw", user.drafter)
+    assert (raw.returncode, raw.stdout) == (0, expected + "\n"), raw.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--compare"], "--compare needs --drafter"),
+        (["--width=2"], "--width needs --drafter"),
+        (["{drafter}", "--require_same"], "--require_same needs --compare"),
+        (["--max_new_tokens=-1"], "--max_new_tokens=-1: -1 is not a non-negative integer"),
+        (["--temperature=warm"], "--temperature=warm"),
+        (["--dtype=int4"], "--dtype=int4: value should be one of <float32|bfloat16>"),
+        (["--tempreature=1"], "Unknown command line flag 'tempreature'. Did you mean: temperature"),
+        (["more"], "unknown arguments: more"),
+        (["--target=absent"], "'absent' is neither an existing folder"),
+        (["--drafter={target}"], "DFlashDraftModel"),
+        (["{drafter}", "--width=9"], "width=9 must be between 1 and 4"),
+        (["--raw", "--prompt="], "is empty; decoding needs at least one token"),
+    ],
+)
+def test_wrong_flags_are_one_message_and_status_2(user, flags, message):
+    places = {"drafter": user.drafter, "target": user.folder / "target"}
+    failed = user.infer(f"--prompt={PROMPT}", *(flag.format(**places) for flag in flags))
+    assert failed.returncode == 2
+    assert message in failed.stderr
+    assert failed.stderr.startswith("error: ")
+    assert "Traceback" not in failed.stderr
+
+
+def test_flags_that_are_needed_are_named():
+    failed = run("infer.py")
+    assert failed.returncode == 2
+    assert "--target" in failed.stderr
+    assert "--prompt" in failed.stderr
+
+
+@pytest.mark.parametrize(("same", "status"), [(True, None), (False, 1)])
+def test_require_same_fails_when_texts_differ(monkeypatch, same, status):
+    monkeypatch.setattr(infer, "_run", lambda: same)
+    infer.FLAGS(["infer.py", "--target=t", "--prompt=p"])
+    with flagsaver.flagsaver(drafter="d", compare=True, require_same=True):
+        if status is None:
+            infer.main(["infer.py"])
+        else:
+            with pytest.raises(SystemExit) as left:
+                infer.main(["infer.py"])
+            assert left.value.code == status
+
+
+def generation(tokens: list[int], acceptance_lengths: list[int], seconds: float) -> Generation:
+    return Generation(tokens, "", 7, acceptance_lengths, "length", Timings(0.5, seconds, len(acceptance_lengths)))
+
+
+def test_the_comparison_says_what_was_measured():
+    plain = generation(list(range(13)), [1] * 12, seconds=6.0)
+    drafted = generation(list(range(13)), [4, 2, 3, 3], seconds=3.0)
+    comparison = Comparison(drafted, plain, width=4)
+    assert comparison.same
+    table = {line[:18].strip(): line[18:].split() for line in comparison.table().splitlines()}
+    assert table["autoregressive"] == ["13", "6.00", "2.0", "12"]
+    assert table["DFlash, width 4"] == ["13", "3.00", "4.0", "4"]
+    assert table["speedup"] == ["2.00"]
+    assert table["acceptance length"][0] == "3.00"
+    assert table["acceptance length"][-1] == "1.50"  # a round costs 0.75 s, a plain token 0.5 s
+    assert table["accepted/drafted"] == ["0.67"]
+    assert table["accepted by slot"] == ["1.00", "0.75", "0.25"]
+    assert table["identical tokens"] == ["yes"]
+
+    other = Comparison(dataclasses.replace(drafted, tokens=[0] * 13), plain, width=4)
+    assert not other.same
+    assert other.table().endswith("identical tokens   NO")
