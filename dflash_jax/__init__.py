@@ -23,7 +23,7 @@ _HOMES = {
     "Generation": "dflash_jax.decoding.generate",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str):

@@ -156,7 +156,7 @@ def to_experiment(config: Mapping[str, Any]) -> ExperimentConfig:
         ConfigError: once, with all that is wrong, each as «field=value: what is allowed».
     """
     problems = [f"{name}: no such part; {_nearest(name, PARTS)}" for name in sorted(set(config) - set(PARTS))]
-    parts = {name: _part(name, part, config.get(name, {}), problems) for name, part in PARTS.items()}
+    parts: dict[str, Any] = {name: _part(name, part, config.get(name, {}), problems) for name, part in PARTS.items()}
     if not problems:
         problems = [f"{field}={value!r}: must be {allowed}" for field, value, allowed in _range_problems(parts)]
     if problems:

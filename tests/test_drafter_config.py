@@ -1,4 +1,4 @@
-"""Drafter configurations: every spelling of config.json, what is refused, and how a drafter is held against a target."""
+"""Drafter configurations: every spelling of config.json, what is refused, how a drafter is held against a target."""
 
 import dataclasses
 import json

@@ -69,7 +69,8 @@ class TensorFolder:
         dtype = self._slice(name).get_dtype()
         if dtype not in DTYPES:
             raise CheckpointError(
-                f"tensor {name!r} in {self.folder} has dtype {dtype}; supported: {', '.join(DTYPES)} (no quantised weights)"
+                f"tensor {name!r} in {self.folder} has dtype {dtype}; supported are {', '.join(DTYPES)}, "
+                "not quantised weights"
             )
         return self._handle(name).get_tensor(name)
 

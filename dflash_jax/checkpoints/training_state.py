@@ -21,7 +21,7 @@ class TrainingCheckpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
-        """Saves a pytree of arrays and a JSON dictionary. Returns once the arrays are copied; writing goes on behind."""
+        """Saves a pytree of arrays and a JSON dictionary. Returns once the arrays are copied, and writes on behind."""
         if self._manager.latest_step() == step:
             return
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(_named(state)), position=ocp.args.JsonSave(position))

@@ -129,7 +129,9 @@ def documented_in(source: str, module: str) -> Iterator[Documented]:
     yield from _documented_under(tree, module, "")
 
 
-def _documented_under(node: ast.AST, module: str, qualified_name: str) -> Iterator[Documented]:
+def _documented_under(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, module: str, qualified_name: str
+) -> Iterator[Documented]:
     docstring = ast.get_docstring(node, clean=False)
     if docstring:
         yield Documented(module, qualified_name, _kind(node, qualified_name), _call(node), docstring)

@@ -138,7 +138,7 @@ def check_messages(messages: Any) -> None:
 
 
 def _prompt_of(row: dict, line: int, name: str) -> Conversation:
-    messages = row.get("messages")
+    messages: Any = row.get("messages")
     check_messages(messages)
     if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
@@ -146,7 +146,7 @@ def _prompt_of(row: dict, line: int, name: str) -> Conversation:
 
 
 def _conversation_of(row: dict, line: int, name: str) -> Conversation:
-    messages = row.get("messages")
+    messages: Any = row.get("messages")
     check_messages(messages)
     if messages[-1]["role"] != "assistant":
         raise RowError("the last message is not the assistant's")

@@ -156,7 +156,9 @@ def finished_rows(
         if not text.strip():
             report.skipped.append(SkippedRow(conversation.line, conversation.id, "the target's answer has no text"))
             continue
-        row = {"id": conversation.id, "split": conversation.split} if conversation.split else {"id": conversation.id}
+        row: dict[str, Any] = (
+            {"id": conversation.id, "split": conversation.split} if conversation.split else {"id": conversation.id}
+        )
         row["messages"] = [*conversation.messages, {"role": "assistant", "content": text}]
         rows.append(row | {"prompt_ids": prompt.ids, "answer_ids": tokens, "finish_reason": finish_reason})
     report.rows_out = len(rows)

@@ -18,7 +18,7 @@ def accepted_tokens(proposed_BV: jax.Array, chosen_BW: jax.Array) -> jax.Array:
 
 
 def cut_at_stop(chosen_BW: jax.Array, counts_B: jax.Array, stop_tokens: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Shortens counts so that a stop token among the first counts_B tokens is the last; also says which rows stopped."""
+    """Shortens counts so that a stop token among the first counts_B tokens is the last; and says which rows stopped."""
     if not stop_tokens:
         return counts_B, jnp.zeros(counts_B.shape, bool)
     W = chosen_BW.shape[1]

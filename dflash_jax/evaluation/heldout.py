@@ -56,8 +56,10 @@ def acceptance_by_decoding(
     batch_size: int,
 ) -> DecodingReport:
     """Decodes the prompts greedily with the drafter and reports what was accepted."""
-    options = dict(drafter=drafter, max_new_tokens=max_new_tokens, width=width, batch_size=batch_size)
-    return decoding_report(generate(target, prompts, **options), width)
+    generations = generate(
+        target, prompts, drafter=drafter, max_new_tokens=max_new_tokens, width=width, batch_size=batch_size
+    )
+    return decoding_report(generations, width)
 
 
 def fixed_anchor_report(drafter, tables: VocabularyTables, batches, features, settings: StepSettings) -> dict:

@@ -83,7 +83,7 @@ def _chunked_forward(q, k_block, v_block, k_context, v_context, starts, ends, ma
 
 
 def _chunked_backward(mask, scale, saved, d_out):
-    return (*_xla.backward(*saved, d_out, mask, scale), None, None)
+    return (*_xla.backward(*saved, d_out=d_out, mask=mask, scale=scale), None, None)
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

@@ -34,7 +34,7 @@ def grouped_attention(q_BTNH: jax.Array, segments: list[Segment], scale: float) 
         return jnp.where(jnp.repeat(segment.mask, G, axis=1)[:, None], products_BKRS, MASKED)
 
     probs_BKRS = jax.nn.softmax(jnp.concatenate([scores(segment) for segment in segments], axis=-1), axis=-1)
-    mixed_BKRH, first = 0.0, 0
+    mixed_BKRH, first = jnp.float32(0.0), 0
     for segment in segments:
         last = first + segment.keys.shape[2]
         part_BKRS = probs_BKRS[..., first:last].astype(segment.values.dtype)

@@ -219,7 +219,8 @@ def check_mask_token_id(
     clashes = [name for name, special in (special_ids or {}).items() if special == mask_token_id]
     if clashes:
         raise ConfigError(
-            f"mask_token_id {mask_token_id} equals {' and '.join(clashes)} of the target; choose a token with no other use"
+            f"mask_token_id {mask_token_id} equals {' and '.join(clashes)} of the target; "
+            "choose a token with no other use"
         )
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: plain, linear, Llama-3 and YaRN frequencies, in the half-rotation layout of Hugging Face."""
+"""Rotary position embedding: plain, linear, Llama-3 and YaRN frequencies, in Hugging Face's half-rotation layout."""
 
 from __future__ import annotations
 
@@ -49,16 +49,22 @@ def frequencies_and_scale(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
     """Long wavelengths are stretched by the factor, short ones kept, those between interpolated (Llama 3.1)."""
-    turns = rope.original_max_position * plain / (2 * math.pi)
-    kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
+    low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position
+    if low is None or high is None or original is None:
+        raise ValueError("rope kind llama3 needs low_freq_factor, high_freq_factor and original_max_position")
+    turns = original * plain / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return (1 - kept) * plain / rope.factor + kept * plain
 
 
 def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> np.ndarray:
     """YaRN (arXiv 2309.00071): a ramp over the frequency index between kept and stretched frequencies."""
+    original = rope.original_max_position
+    if original is None:
+        raise ValueError("rope kind yarn needs original_max_position")
 
     def index_of(turns: float) -> float:
-        return head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
     if rope.truncate:

@@ -222,6 +222,6 @@ def _head_dim(fields: Fields, family: str, hidden_size: int, num_heads: int) -> 
         return fields.integer("head_dim")
     if hidden_size % num_heads:
         raise ConfigError(
-            f"hidden_size ({hidden_size}) is not a multiple of num_attention_heads ({num_heads}) and head_dim is not set"
+            f"hidden_size ({hidden_size}) is not a multiple of num_attention_heads ({num_heads}), and head_dim is unset"
         )
     return hidden_size // num_heads

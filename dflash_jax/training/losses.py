@@ -73,7 +73,7 @@ _weighted_sum.defvjp(_forward, _backward)
 
 
 def _scan_chunks(hidden_RD, head_VD, labels_R, weights_R, chunk: int, *, with_gradient: bool):
-    R, D = hidden_RD.shape
+    R = hidden_RD.shape[0]
     chunk = min(chunk, R)
     count = math.ceil(R / chunk)
     order_R = jnp.argsort(weights_R <= 0, stable=True)

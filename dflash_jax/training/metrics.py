@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def zero_sums(width: int) -> BlockSums:
     return BlockSums(zero, zero, jnp.zeros(width), jnp.zeros(width), zero, zero)
 
 
-def report(sums: BlockSums) -> dict[str, float | list[float]]:
+def report(sums: BlockSums) -> dict[str, Any]:
     """Means, on the host. `accepted_prefix` is the acceptance length the blocks would have reached."""
     host = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,12 @@ def blocks_loss(
     return loss, (weights_BAW, scores)
 
 
+def initial_state(drafter: Drafter, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step."""
+    parameters: Any = drafter  # a tree of arrays, though not of the types that Optax lists
+    return TrainState(drafter, optimizer.init(parameters), jnp.int32(0), jnp.int32(0))
+
+
 @functools.partial(jax.jit, static_argnames=("settings", "optimizer"), donate_argnames=("state",))
 def train_step(
     state: TrainState,
@@ -123,8 +129,9 @@ def train_step(
 def apply_update(state: TrainState, gradient, loss: jax.Array, optimizer: optax.GradientTransformation) -> TrainState:
     """The optimizer's update, or none of it when loss or gradient is not finite."""
     finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(gradient))
-    updates, moved = optimizer.update(gradient, state.optimizer, state.drafter)
-    new_drafter = optax.apply_updates(state.drafter, updates)
+    drafter: Any = state.drafter
+    updates, moved = optimizer.update(gradient, state.optimizer, drafter)
+    new_drafter = optax.apply_updates(drafter, updates)
 
     def keep(new, old):
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
@@ -157,7 +164,7 @@ def make_optimizer(
     b2: float,
     clip_norm: float,
 ) -> optax.GradientTransformation:
-    """AdamW under global-norm clipping; linear warm-up over warmup_ratio · steps, then cosine to 0 (paper, appendix)."""
+    """AdamW under global-norm clipping: linear warm-up over warmup_ratio · steps, cosine to 0 (paper, appendix)."""
     warmup = max(1, round(warmup_ratio * steps))
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(steps, warmup + 1))
     # The first update would have rate 0 and be lost: look one step ahead.

@@ -24,7 +24,7 @@ from dflash_jax.models.family import DrafterConfig
 from dflash_jax.training.features import make_features
 from dflash_jax.training.metrics import BlockSums, report, zero_sums
 from dflash_jax.training.setup import step_settings
-from dflash_jax.training.step import Batch, TrainState, VocabularyTables, make_optimizer, train_step
+from dflash_jax.training.step import Batch, TrainState, VocabularyTables, initial_state, make_optimizer, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +89,9 @@ class Trainer:
             b2=part.b2,
             clip_norm=part.clip_norm,
         )
-        state = TrainState(drafter, self.optimizer.init(drafter), jnp.int32(0), jnp.int32(0))
+        state = initial_state(drafter, self.optimizer)
         # Placed explicitly, as a restored state is: one compilation serves both.
-        self.state = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), state)
+        self.state: TrainState = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), state)
         self.best: float | None = None
         self.trained_seconds = 0.0
         self.checkpoints = TrainingCheckpoints(self.directory / "checkpoints", keep=experiment.checkpoint.keep)
