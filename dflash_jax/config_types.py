@@ -1,4 +1,4 @@
-"""Values of configuration fields against their type hints: int, float, str, Literal of texts, tuple, unions, None."""
+"""Values of configuration fields against their type hints: bool, int, float, str, Literal, tuple, unions, None."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import types
 import typing
 from typing import Any, Literal
 
-_WORDS = {int: "a whole number", float: "a finite number", str: "text", type(None): "None"}
+_WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", type(None): "None"}
+_BOOLS = {"true": True, "false": False}
 
 
 def typed(value: Any, hint: Any) -> Any:
@@ -21,10 +22,13 @@ def typed(value: Any, hint: Any) -> Any:
         elif origin is tuple:
             if isinstance(value, (list, tuple)):
                 return tuple(typed(item, arguments[0]) for item in value)
+        elif isinstance(value, bool):  # which is an int to Python, and to nobody else
+            if option is bool:
+                return value
         elif option is float:
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            if isinstance(value, (int, float)) and math.isfinite(value):
                 return float(value)
-        elif isinstance(value, option) and not isinstance(value, bool):
+        elif isinstance(value, option):
             return value
     raise TypeError
 
@@ -40,6 +44,9 @@ def parsed(text: str, hint: Any) -> Any:
         if option is type(None):
             if text.lower() == "none":
                 return None
+        elif option is bool:
+            if text.lower() in _BOOLS:
+                return _BOOLS[text.lower()]
         elif origin is Literal:
             if text in arguments:
                 return text

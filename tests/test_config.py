@@ -8,6 +8,7 @@ import pytest
 
 from dflash_jax.cli import experiment_from_flags
 from dflash_jax.config import ConfigError, default_config, to_experiment
+from dflash_jax.config_types import described, parsed, typed
 
 ROOT = Path(__file__).parents[1]
 COMPLETE = """\
@@ -160,6 +161,29 @@ def test_a_flag_sets_a_field_of_any_type(tmp_path, override, wanted):
 def test_a_config_file_may_set_every_type_that_a_field_has(tmp_path, written):
     found = experiment(tmp_path, line=f"config.training.loss_decay_gamma = {written}").training.loss_decay_gamma
     assert found == eval(written)
+
+
+@pytest.mark.parametrize(
+    ("hint", "text", "wanted"),
+    [
+        (bool, "true", True),
+        (bool, "False", False),
+        (bool | None, "none", None),
+        (tuple[bool, ...], "True,false", (True, False)),
+    ],
+)
+def test_switches_are_true_or_false(hint, text, wanted):
+    assert parsed(text, hint) == wanted
+    assert typed(wanted, hint) == wanted
+
+
+@pytest.mark.parametrize("value", [1, 0, "true", None, 1.0])
+def test_nothing_else_is_a_switch(value):
+    with pytest.raises(TypeError):
+        typed(value, bool)
+    with pytest.raises(ValueError):  # noqa: PT011  (it says no more than that)
+        parsed("yes", bool)
+    assert described(bool) == "True or False"
 
 
 def test_flags_come_after_the_file_and_the_last_one_counts(tmp_path):
