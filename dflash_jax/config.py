@@ -25,7 +25,7 @@ class ModelConfig:
     target: folder, hub id, or "smollm2-135m-instruct". Drafter sizes not set here are the target's.
     target_layer_ids: tapped layers, 0-based; empty: num_taps layers spread evenly.
     mask_token_id: an id of the target's vocabulary that no chat uses.
-    initialisation: "random" (the paper's) or "target" (copies of the target's last layers).
+    initialisation: "random" (the paper's) or "target" (copies of the target's first and last layers).
     warm_start: a drafter folder or hub id to start from; its own shape then counts.
     """
 
@@ -57,7 +57,8 @@ class TrainingConfig:
     """The run. rows_per_step counts all micro-batches; accumulation divides it.
 
     steps: updates; epochs: used when steps is not set. loss_decay_gamma: "auto" follows the block size (7, 5, 4 for
-    16, 10, 8), None is no decay. feature_cache: "memory" computes the target's features once a row and keeps them in
+    16, 10, 8), None is no decay. random_cut: instead of weighting slot k, let it keep its loss with that probability:
+    the same expected gradient, and fewer slots for the head to score. feature_cache: "memory" computes the target's features once a row and keeps them in
     host memory, "none" computes them in every step. time_limit_minutes: stop early, whatever the step.
     """
 
@@ -67,6 +68,7 @@ class TrainingConfig:
     accumulation: int = 1
     anchors_per_row: int = 512
     loss_decay_gamma: float | Literal["auto"] | None = "auto"
+    random_cut: bool = False
     loss_chunk: int = 1024
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     feature_cache: Literal["none", "memory"] = "none"

@@ -92,3 +92,15 @@ def make_blocks(
     supervised_BAW = run_BAW & valid_BA[..., None] & (jnp.arange(width) > 0)
     tokens_BAW = jnp.where(jnp.arange(width) == 0, labels_BAW, mask_id)
     return Blocks(anchors_BA, valid_BA, tokens_BAW, labels_BAW, supervised_BAW)
+
+
+def cut_at_random(keys_B: jax.Array, blocks: Blocks, weights_W: jax.Array) -> Blocks:
+    """Ends each block's supervision at a random slot, so that slot k keeps its loss with probability weights_W[k].
+
+    With weight 1 for what is kept, the expected gradient is that of the weighted loss over all slots, and the head runs
+    on Σ weights of W − 1 slots only. The weights must not rise from slot 1 on, as the paper's decay does not.
+    """
+    past_any_position = 2**31 - 1  # a draw of its own, apart from those that chose the anchors
+    A = blocks.anchors.shape[1]
+    uniform_BA = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, past_any_position), (A,)))(keys_B)
+    return blocks._replace(supervised=blocks.supervised & (uniform_BA[..., None] < weights_W))

@@ -1,4 +1,4 @@
-"""A new drafter: random as in the paper, or started from the target's own last layers."""
+"""A new drafter: random as in the paper, or started from the target's own layers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def random_drafter(config: DrafterConfig, seed: int) -> Drafter:
 
 
 def drafter_from_target(config: DrafterConfig, target: Target, seed: int) -> Drafter:
-    """A drafter whose layers are copies of the target's last ones and whose context is mostly the last tap.
+    """A drafter whose layers are copies of the target's and whose context is mostly the last tap.
 
-    Drafter layer i of n copies target layer L − n + i: projections, MLP and norms. The fusion passes the last tap
-    through and adds small random weights on the others. Where the target has no QK-norm, the drafter's q_norm and
+    Drafter layer 0 copies target layer 0, which expects embeddings as its input: deeper layers add vectors a hundred
+    times larger, in which the anchor's embedding would be lost. Layer i > 0 of n copies target layer L − n + i. Copied are
+    projections, MLP and norms. The fusion passes the last tap through and adds small random weights on the others. Where the target has no QK-norm, the drafter's q_norm and
     k_norm start at the root-mean-square that each head dimension would have for a white input, so that attention
     scores start at the scale the copied projections were trained for.
 
@@ -31,9 +32,9 @@ def drafter_from_target(config: DrafterConfig, target: Target, seed: int) -> Dra
     """
     _check_copyable(config, target)
     drafter = random_drafter(config, seed)
-    first = target.config.num_layers - config.num_layers
+    skipped = target.config.num_layers - config.num_layers
     for index, layer in enumerate(drafter.layers):
-        _copy_layer(layer, target.layers[first + index])
+        _copy_layer(layer, target.layers[index + skipped if index else 0])
     D, M = config.hidden_size, len(config.target_layer_ids)
     identity_DD = jnp.eye(D, dtype=jnp.float32)
     drafter.fc.kernel[...] = drafter.fc.kernel[...].at[(M - 1) * D :].add(identity_DD)

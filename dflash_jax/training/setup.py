@@ -103,6 +103,7 @@ def step_settings(experiment: ExperimentConfig, config: DrafterConfig) -> StepSe
         loss_chunk=training.loss_chunk,
         compute_dtype=dtype,
         seed=training.seed,
+        random_cut=training.random_cut,
     )
 
 

@@ -11,7 +11,7 @@ import optax
 
 from dflash_jax.kernels.block_attention import Backend
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.training.anchors import Blocks, draw_anchors, make_blocks, spread_anchors, step_keys
+from dflash_jax.training.anchors import Blocks, cut_at_random, draw_anchors, make_blocks, spread_anchors, step_keys
 from dflash_jax.training.losses import SlotScores, block_loss, decay_weights
 from dflash_jax.training.metrics import BlockSums, block_sums, zero_sums
 
@@ -46,7 +46,7 @@ class TrainState(NamedTuple):
 
 
 class StepSettings(NamedTuple):
-    """What the compiled step depends on, apart from shapes. gamma None: no decay."""
+    """What the compiled step depends on, apart from shapes. gamma None: no decay. random_cut: see cut_at_random."""
 
     anchors: int
     width: int
@@ -55,6 +55,7 @@ class StepSettings(NamedTuple):
     loss_chunk: int
     compute_dtype: str
     seed: int
+    random_cut: bool = False
     backend: Backend = "auto"
 
 
@@ -66,7 +67,12 @@ def context_taps(target, tokens_BT: jax.Array, *, layers: tuple[int, ...]) -> ja
 
 
 def blocks_loss(
-    drafter: Drafter, tables: VocabularyTables, taps_BTMD: jax.Array, blocks: Blocks, settings: StepSettings
+    drafter: Drafter,
+    tables: VocabularyTables,
+    taps_BTMD: jax.Array,
+    blocks: Blocks,
+    weights_W: jax.Array,
+    settings: StepSettings,
 ) -> tuple[jax.Array, tuple[jax.Array, SlotScores]]:
     """Σ weight · cross-entropy of the given blocks (not normalised); also the weights [B, A, W] and slot scores."""
     dtype = jnp.dtype(settings.compute_dtype)
@@ -75,7 +81,7 @@ def blocks_loss(
     embedded_BAWD = jnp.take(tables.embedding, blocks.tokens, axis=0).astype(dtype)
     starts_BA = jnp.zeros_like(blocks.anchors)
     hidden_BAWD = drafter.packed(embedded_BAWD, context_BTD, starts_BA, blocks.anchors, backend=settings.backend)
-    weights_BAW = decay_weights(settings.width, settings.gamma) * blocks.supervised
+    weights_BAW = weights_W * blocks.supervised
     loss, scores = block_loss(
         hidden_BAWD.reshape(-1, hidden_BAWD.shape[-1]),
         tables.head,
@@ -113,8 +119,11 @@ def train_step(
         keys_B = step_keys(settings.seed, state.step, micro.rows)
         anchors_BA, valid_BA = draw_anchors(keys_B, micro.loss_mask, settings.anchors)
         blocks = make_blocks(micro.tokens, micro.loss_mask, anchors_BA, valid_BA, settings.width, settings.mask_id)
+        weights_W = decay_weights(settings.width, settings.gamma)
+        if settings.random_cut:
+            blocks, weights_W = cut_at_random(keys_B, blocks, weights_W), jnp.ones_like(weights_W)
         grad_fn = jax.value_and_grad(blocks_loss, has_aux=True)
-        (loss, (weights_BAW, scores)), new = grad_fn(state.drafter, tables, micro.taps, blocks, settings)
+        (loss, (weights_BAW, scores)), new = grad_fn(state.drafter, tables, micro.taps, blocks, weights_W, settings)
         return (
             jax.tree.map(jnp.add, gradient, new),
             jax.tree.map(jnp.add, sums, block_sums(loss, weights_BAW, scores, blocks)),
@@ -149,7 +158,8 @@ def evaluation_step(drafter: Drafter, tables: VocabularyTables, batch: Batch, *,
     """The sums of one batch (no micro-batch axis) on fixed, evenly spread anchors; nothing is drawn."""
     anchors_BA, valid_BA = spread_anchors(batch.loss_mask, settings.anchors)
     blocks = make_blocks(batch.tokens, batch.loss_mask, anchors_BA, valid_BA, settings.width, settings.mask_id)
-    loss, (weights_BAW, scores) = blocks_loss(drafter, tables, batch.taps, blocks, settings)
+    weights_W = decay_weights(settings.width, settings.gamma)
+    loss, (weights_BAW, scores) = blocks_loss(drafter, tables, batch.taps, blocks, weights_W, settings)
     return block_sums(loss, weights_BAW, scores, blocks)
 
 
