@@ -24,6 +24,15 @@ THINGS = ("stone", "glass", "river", "chair", "light")
 BUDGET = 24
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs(tmp_path_factory):
+    """One process uses what another has compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+        yield
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
