@@ -47,12 +47,6 @@ SMALL = SHAPES[1]
 LONG = SHAPES[4]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 def random_arrays(shape: Shape, seed: int, dtype=np.float32) -> tuple[jax.Array, ...]:
     """q, k_block, v_block, k_context, v_context and a cotangent for the output."""
     B, A, W, N, K, S, H = *shape[:6], shape.H

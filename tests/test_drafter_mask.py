@@ -27,12 +27,6 @@ KINDS = {
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(autouse=True, scope="module")
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 class Inputs(NamedTuple):
     """Embedded block tokens [A, W, D] of every anchor, and the target's taps [T, M, D]."""
 

@@ -16,12 +16,6 @@ TOLERANCE = 1e-5
 V, D = 61, 16
 
 
-@pytest.fixture(autouse=True, scope="module")
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 def random_rows(R: int, seed: int = 0):
     rng = np.random.default_rng(seed)
     hidden_RD, head_VD = rng.normal(size=(R, D)), rng.normal(size=(V, D))

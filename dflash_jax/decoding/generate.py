@@ -101,12 +101,12 @@ def generate(
             context, ids outside the vocabulary, a width above the trained one, a negative budget or temperature.
     """
     request = _prepare(target, prompts, drafter, max_new_tokens, temperature, seed, width, stop_token_ids)
-    if max_new_tokens == 0:
-        idle = Timings(0.0, 0.0, 0)
-        return [Generation([], "", len(prompt), [], "length", idle) for prompt in request.prompts]
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
-    size = min(batch_size or len(request.prompts), max(len(request.prompts), 1))
+    if max_new_tokens == 0 or not request.prompts:
+        idle = Timings(0.0, 0.0, 0)
+        return [Generation([], "", len(prompt), [], "length", idle) for prompt in request.prompts]
+    size = min(batch_size or len(request.prompts), len(request.prompts))
     results: list[Generation] = []
     for first in range(0, len(request.prompts), size):
         rows = range(first, min(first + size, len(request.prompts)))
@@ -165,7 +165,7 @@ def _prepare(target, prompts, drafter, max_new_tokens, temperature, seed, width,
             raise ValueError(
                 f"prompts[{index}] has {len(prompt)} tokens; the target's context is {context} and one must be free"
             )
-    if not isinstance(seed, int) and len(seed) != len(ids):
+    if not isinstance(seed, (int, np.integer)) and len(seed) != len(ids):
         raise ValueError(f"seed lists {len(seed)} integers for {len(ids)} prompts; give one a prompt, or one integer")
     limits = [min(len(prompt) + max_new_tokens, context) for prompt in ids]
     stops = target.stop_token_ids if stop_token_ids is None else tuple(stop_token_ids)
@@ -230,7 +230,7 @@ def _start(request: _Request, rows: range, size: int) -> LoopState:
         jnp.asarray(limits, jnp.int32),
         request.keys[jnp.asarray([*rows, *filler])],
         request.temperature,
-        settings=request.settings,
+        stop_tokens=request.settings.stop_tokens,
         cache_length=max(request.cache_length, cache_bucket(padded_BP.shape[1])),
     )
 

@@ -41,8 +41,8 @@ class LoopState(NamedTuple):
     drafter_cache: Any
 
 
-@functools.partial(jax.jit, static_argnames=("settings", "cache_length"))
-def prefill(target, drafter, prompts_BP, lengths_B, limits_B, keys_B, temperature, *, settings, cache_length):
+@functools.partial(jax.jit, static_argnames=("stop_tokens", "cache_length"))
+def prefill(target, drafter, prompts_BP, lengths_B, limits_B, keys_B, temperature, *, stop_tokens, cache_length):
     """Runs the padded prompts, commits the first token of each row, and returns the LoopState.
 
     Args:
@@ -59,7 +59,7 @@ def prefill(target, drafter, prompts_BP, lengths_B, limits_B, keys_B, temperatur
     last_B1D = jnp.take_along_axis(hidden_BPD, (lengths_B - 1)[:, None, None], axis=1)
     first_B1 = choose(target.logits(last_B1D), keys_B, lengths_B[:, None], temperature)
     tokens_BS = jnp.pad(prompts_BP, ((0, 0), (0, cache_length - P)))
-    _, stopped_B = cut_at_stop(first_B1, jnp.ones_like(lengths_B), settings.stop_tokens)
+    _, stopped_B = cut_at_stop(first_B1, jnp.ones_like(lengths_B), stop_tokens)
     return LoopState(
         tokens=_put(tokens_BS, first_B1, lengths_B),
         lengths=lengths_B + 1,
