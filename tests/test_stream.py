@@ -1,0 +1,78 @@
+"""Streaming: the pieces join to the text of `generate`, and no piece splits a character."""
+
+import numpy as np
+import pytest
+from small_models import random_target, rigged, script, scripted
+
+from dflash_jax.decoding.generate import generate, stream
+
+# One, two, three and four bytes a character, a combining accent, a joined emoji, and a character Unicode reserves
+# for bytes that are none, written out by the model itself.
+TEXT = "naïve e\u0301 Ωμέγα 日本語 🎉👩‍🚀 \ufffd! end"
+PROMPT = list(b"Say: ")
+STOP = 0
+
+
+class ByteTokenizer:
+    """Tokens are bytes; 0 is special."""
+
+    def decode(self, tokens, skip_special_tokens=False) -> str:
+        return bytes(token for token in tokens if token != STOP).decode("utf-8", errors="replace")
+
+
+def spoken(text: str = TEXT):
+    """A target that says the text and stops, and the script it follows."""
+    rows = script([PROMPT], [[*text.encode(), STOP]])
+    return scripted(rows, 256, tokenizer=ByteTokenizer(), stop_token_ids=(STOP,)), rows
+
+
+@pytest.mark.parametrize("right", [None, 0, 1, 2, 4, 7])
+def test_pieces_join_to_the_text_and_are_whole_characters(right):
+    target, rows = spoken()
+    drafter = None if right is None else rigged(rows, right, width=8, vocab_size=256)
+    pieces = list(stream(target, PROMPT, drafter=drafter, max_new_tokens=200))
+    (whole,) = generate(target, [PROMPT], drafter=drafter, max_new_tokens=200)
+    assert "".join(pieces) == whole.text == TEXT
+    assert all(pieces)
+    # the only replacement character is the one the text holds
+    assert sum(piece.count("\ufffd") for piece in pieces) == 1
+
+
+def test_text_comes_as_soon_as_its_round_is_done():
+    target, rows = spoken("abcdefghij")
+    assert list(stream(target, PROMPT, max_new_tokens=200)) == list("abcdefghij")
+    drafter = rigged(rows, 2, width=8, vocab_size=256)
+    assert list(stream(target, PROMPT, drafter=drafter, max_new_tokens=200)) == ["a", "bcd", "efg", "hij"]
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 3, 5, 40])
+def test_a_budget_that_cuts_a_character_gives_what_generate_gives(budget):
+    target, _ = spoken("日本語")
+    pieces = list(stream(target, PROMPT, max_new_tokens=budget))
+    assert "".join(pieces) == generate(target, [PROMPT], max_new_tokens=budget)[0].text
+
+
+def test_options_are_those_of_generate():
+    target, _ = spoken("abcdefghij")
+    assert "".join(stream(target, PROMPT, max_new_tokens=200, stop_token_ids=[ord("d")])) == "abcd"
+    assert "".join(stream(target, np.array(PROMPT), max_new_tokens=3, temperature=0.01, seed=4)) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, r"prompts\[0\] is empty"),
+        ([300], {}, "token id 300"),
+        (PROMPT, {"max_new_tokens": -1}, "max_new_tokens=-1"),
+        (PROMPT, {"batch_size": 2}, "stream takes no batch_size"),
+        (PROMPT, {"width": 3}, "width=3"),
+    ],
+)
+def test_errors_name_the_argument(prompt, options, message):
+    with pytest.raises(ValueError, match=message):
+        next(stream(spoken()[0], prompt, **options))
+
+
+def test_a_target_without_tokenizer_can_not_stream():
+    with pytest.raises(ValueError, match="a random target has no tokenizer"):
+        next(stream(random_target(num_layers=1), [1]))
