@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def row_keys(seed: int | Sequence[int], count: int) -> jax.Array:
+def row_keys(seed: int | np.integer | Sequence[int], count: int) -> jax.Array:
     """PRNG keys of `count` rows: from one seed and the row number, or from one seed a row."""
     if isinstance(seed, (int, np.integer)):
         return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(jnp.arange(count))
