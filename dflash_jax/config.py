@@ -58,8 +58,9 @@ class TrainingConfig:
 
     steps: updates; epochs: used when steps is not set. loss_decay_gamma: "auto" follows the block size (7, 5, 4 for
     16, 10, 8), None is no decay. random_cut: instead of weighting slot k, let it keep its loss with that probability:
-    the same expected gradient, and fewer slots for the head to score. feature_cache: "memory" computes the target's features once a row and keeps them in
-    host memory, "none" computes them in every step. time_limit_minutes: stop early, whatever the step.
+    the same expected gradient, and fewer slots for the head to score. feature_cache: "memory" computes the target's
+    features once a row and keeps them in host memory, "none" computes them in every step. time_limit_minutes: stop
+    early, whatever the step.
     """
 
     steps: int | None = None
