@@ -60,7 +60,8 @@ class TrainingConfig:
     16, 10, 8), None is no decay. random_cut: instead of weighting slot k, let it keep its loss with that probability:
     the same expected gradient, and fewer slots for the head to score. feature_cache: "memory" computes the target's
     features once a row and keeps them in host memory, "none" computes them in every step. time_limit_minutes: stop
-    early, whatever the step.
+    early, whatever the step. narrow_steps: so many first steps train blocks of narrow_width only, more of them with as
+    many slots in all; the first slots decide most of the acceptance and are learned sooner so.
     """
 
     steps: int | None = None
@@ -70,6 +71,8 @@ class TrainingConfig:
     anchors_per_row: int = 512
     loss_decay_gamma: float | Literal["auto"] | None = "auto"
     random_cut: bool = False
+    narrow_steps: int = 0
+    narrow_width: int = 2
     loss_chunk: int = 1024
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     feature_cache: Literal["none", "memory"] = "none"
@@ -221,6 +224,7 @@ _AT_LEAST = {
     "training.rows_per_step": 1,
     "training.anchors_per_row": 1,
     "training.loss_chunk": 1,
+    "training.narrow_steps": 0,
     "training.time_limit_minutes": 0,
     "optimizer.weight_decay": 0,
     "checkpoint.every_steps": 0,
@@ -292,6 +296,16 @@ def _joint_rules(parts: dict[str, Any]) -> list[Rule]:
             "training.accumulation",
             training.accumulation >= 1 and training.rows_per_step % training.accumulation == 0,
             f"a divisor of training.rows_per_step={training.rows_per_step}",
+        ),
+        (
+            "training.narrow_width",
+            training.narrow_steps == 0 or 2 <= training.narrow_width <= model.block_size,
+            f"from 2 to model.block_size={model.block_size}",
+        ),
+        (
+            "training.narrow_steps",
+            training.narrow_steps % max(parts["logging"].every_steps, 1) == 0,
+            "a multiple of logging.every_steps, so that a logged mean covers one width",
         ),
         (
             "evaluation.decode_width",

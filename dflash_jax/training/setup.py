@@ -107,6 +107,11 @@ def step_settings(experiment: ExperimentConfig, config: DrafterConfig) -> StepSe
     )
 
 
+def narrower(settings: StepSettings, width: int) -> StepSettings:
+    """The same number of slots a row in more, narrower blocks."""
+    return settings._replace(width=width, anchors=max(1, settings.anchors * settings.width // width))
+
+
 def fastest_dtype() -> str:
     """bfloat16 on accelerators and on CPUs with matrix instructions for it, else float32."""
     if jax.default_backend() != "cpu":

@@ -23,8 +23,16 @@ from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import DrafterConfig
 from dflash_jax.training.features import make_features
 from dflash_jax.training.metrics import BlockSums, report, zero_sums
-from dflash_jax.training.setup import step_settings
-from dflash_jax.training.step import Batch, TrainState, VocabularyTables, initial_state, make_optimizer, train_step
+from dflash_jax.training.setup import narrower, step_settings
+from dflash_jax.training.step import (
+    Batch,
+    StepSettings,
+    TrainState,
+    VocabularyTables,
+    initial_state,
+    make_optimizer,
+    train_step,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +84,7 @@ class Trainer:
         self.inputs = {"model.target": target.fingerprint, "data.train_file": data_fingerprint}
         self.directory = _made(experiment.checkpoint.directory)
         self.settings = step_settings(experiment, drafter_config)
+        self.narrow_settings = narrower(self.settings, experiment.training.narrow_width)
         self.tables = VocabularyTables(target.model.embedding[...], target.model.head_VD)
         cache = experiment.training.feature_cache
         self.features = make_features(cache, target.model, drafter_config.target_layer_ids)
@@ -101,20 +110,19 @@ class Trainer:
         self._resume()
         every = self.experiment.logging.every_steps
         bar = tqdm(total=self.steps, initial=self.step, unit="step", dynamic_ncols=True)
-        sums, tokens, since = zero_sums(self.settings.width), 0, self.trained_seconds
+        sums, tokens, since = self._nothing_yet(), 0, self.trained_seconds
         while not self._done():
             begun = time.perf_counter()
             batch, new_tokens = self._next_batch()
-            self.state, new = train_step(
-                self.state, self.tables, batch, settings=self.settings, optimizer=self.optimizer
-            )
+            settings = self._step_settings()
+            self.state, new = train_step(self.state, self.tables, batch, settings=settings, optimizer=self.optimizer)
             jax.block_until_ready(new)
             self.trained_seconds += time.perf_counter() - begun
             sums, tokens = jax.tree.map(jnp.add, sums, new), tokens + new_tokens
             bar.update()
             if self.step % every == 0 or self._done():
                 self._log(bar, sums, tokens / (self.trained_seconds - since))
-                sums, tokens, since = zero_sums(self.settings.width), 0, self.trained_seconds
+                sums, tokens, since = self._nothing_yet(), 0, self.trained_seconds
             if self._due(self.experiment.evaluation.every_steps):
                 self._evaluate()
             if self._due(self.experiment.checkpoint.every_steps):
@@ -126,6 +134,13 @@ class Trainer:
     def step(self) -> int:
         """Updates done, skipped ones counted."""
         return int(self.state.step)
+
+    def _step_settings(self) -> StepSettings:
+        """Of the next step: the first ones may train on narrower blocks."""
+        return self.narrow_settings if self.step < self.experiment.training.narrow_steps else self.settings
+
+    def _nothing_yet(self) -> BlockSums:
+        return zero_sums(self._step_settings().width)
 
     def _due(self, every_steps: int) -> bool:
         """Whether something is due that happens every so many steps; at the end it happens anyway."""
