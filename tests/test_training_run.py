@@ -166,12 +166,13 @@ def test_an_untrained_drafter_knows_nothing(files, tmp_path, tied):
     assert (bits(tables.head) == bits(tables.embedding)) == tied
 
 
-def test_a_drafter_started_from_the_target_copies_its_last_layers(files):
+def test_a_drafter_started_from_the_target_copies_its_first_and_last_layers(files):
     target = load_target(files.target)
     experiment = files.settings(Path("unused"), model__num_layers=2, model__initialisation="target")
     drafter = drafter_from_target(drafter_config(experiment.model, target), target.model, seed=0)
-    for ours, theirs in zip(drafter.layers, target.model.layers[2:], strict=True):
-        assert bits(ours) == bits(theirs)
+    first, last = drafter.layers
+    assert bits(first) == bits(target.model.layers[0])
+    assert bits(last) == bits(target.model.layers[3])
     assert bits(drafter.norm) == bits(target.model.norm)
     last_tap_DD = np.asarray(drafter.fc.kernel[...])[32:]
     np.testing.assert_allclose(np.diag(last_tap_DD), 1, atol=0.1)  # identity, and noise of 0.02
@@ -184,7 +185,7 @@ def test_without_qk_norm_a_copied_layer_keeps_the_scale_of_its_queries_and_keys(
     target = load_target(write_target(tmp_path / "llama", family="llama"))
     experiment = settings(tmp_path / "llama", tmp_path, tmp_path)
     drafter = drafter_from_target(drafter_config(experiment.model, target), target.model, seed=0)
-    attention, source = drafter.layers[0].attention, target.model.layers[-1]
+    attention, source = drafter.layers[0].attention, target.model.layers[0]
     x_BD = np.random.default_rng(0).standard_normal((4096, 32), np.float32)
     normed_BD = source.input_norm(x_BD / np.sqrt(np.mean(x_BD**2, axis=1, keepdims=True)))
     for norm, projection in ((attention.q_norm, "q_proj"), (attention.k_norm, "k_proj")):
@@ -327,3 +328,16 @@ def test_bad_rows_among_good_ones_are_counted_and_left_out(files, tmp_path, capl
     assert trainer.batches.steps_per_epoch == 2
     for reason in ("line 2", "far", "long", "rows kept"):
         assert reason in caplog.text
+
+
+# Narrow blocks first
+
+
+def test_narrow_blocks_come_first_with_as_many_slots(files, tmp_path):
+    narrow = {"training__narrow_steps": 10, "training__narrow_width": 2, "training__random_cut": True}
+    outcome = train(files.settings(tmp_path, **narrow))
+    lines = read_metrics(tmp_path)
+    assert [len(line["position_accuracy"]) for line in lines] == [1, 1, 3, 3]
+    assert [line["blocks"] for line in lines] == [5 * 4 * 12] * 2 + [5 * 4 * 6] * 2  # steps, rows, anchors
+    assert lines[1]["loss"] < lines[0]["loss"]
+    assert load_drafter(outcome.drafter_dir).config.block_size == 4
