@@ -110,8 +110,8 @@ def train_step(
     """One update from batch [micro-batches, B, …].
 
     The gradient is that of Σ weight · CE / Σ weight over all micro-batches (and devices), so it does not depend on how
-    rows are split. A step whose loss or gradient is not finite changes nothing but `step` and `skipped`. A step
-    without a supervised slot has gradient zero.
+    rows are split. A step whose loss or gradient is not finite changes nothing but `step` and `skipped`; a loss that is
+    not finite is left out of the sums. A step without a supervised slot has gradient zero.
     """
 
     def micro_step(carry, micro: Batch):
@@ -132,7 +132,8 @@ def train_step(
     start = (jax.tree.map(jnp.zeros_like, state.drafter), zero_sums(settings.width))
     (gradient, sums), _ = jax.lax.scan(micro_step, start, batch)
     gradient = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1e-9), gradient)
-    return apply_update(state, gradient, sums.loss, optimizer), sums
+    counted = jax.tree.map(lambda total: jnp.where(jnp.isfinite(sums.loss), total, 0.0), sums)
+    return apply_update(state, gradient, sums.loss, optimizer), counted
 
 
 def apply_update(state: TrainState, gradient, loss: jax.Array, optimizer: optax.GradientTransformation) -> TrainState:
@@ -176,7 +177,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """AdamW under global-norm clipping: linear warm-up over warmup_ratio · steps, cosine to 0 (paper, appendix)."""
     warmup = max(1, round(warmup_ratio * steps))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(steps, warmup + 1))
-    # The first update would have rate 0 and be lost: look one step ahead.
+    # The rate is 0 before the first update and after the last one, so that neither is lost.
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(steps, warmup) + 1)
     adamw = optax.adamw(lambda count: schedule(count + 1), b1=b1, b2=b2, weight_decay=weight_decay)
     return optax.chain(optax.clip_by_global_norm(clip_norm), adamw)
