@@ -9,7 +9,7 @@ Wrong flags, files or checkpoints: status 2 and a message.
 
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from dflash_jax.cli import exit_with
 
@@ -28,6 +28,7 @@ flags.DEFINE_bool("require_same", False, "Exit with status 1 when the two texts 
 
 
 def main(argv: list[str]) -> None:
+    logging.set_verbosity(logging.WARNING)  # jax tells at INFO which accelerators it did not find
     if len(argv) > 1:
         exit_with(ValueError(f"unknown arguments: {' '.join(argv[1:])}"))
     needed = (("compare", "drafter"), ("width", "drafter"), ("require_same", "compare"))
