@@ -61,7 +61,7 @@ class TrainingConfig:
     the same expected gradient, and fewer slots for the head to score. feature_cache: "memory" computes the target's
     features once a row and keeps them in host memory, "none" computes them in every step. time_limit_minutes: stop
     early, whatever the step. narrow_steps: so many first steps train blocks of narrow_width only, more of them with as
-    many slots in all; the first slots decide most of the acceptance and are learned sooner so.
+    many slots in all; the first slots decide most of a weak drafter's acceptance.
     """
 
     steps: int | None = None

@@ -22,7 +22,7 @@ def drafter_from_target(config: DrafterConfig, target: Target, seed: int) -> Dra
     """A drafter whose layers are copies of the target's and whose context is mostly the last tap.
 
     Drafter layer 0 copies target layer 0, which expects embeddings as its input: deeper layers add vectors a hundred
-    times larger, in which the anchor's embedding would be lost. Layer i > 0 of n copies target layer L − n + i: its
+    times larger, which may drown the anchor's embedding. Layer i > 0 of n copies target layer L − n + i: its
     projections, MLP and norms. The fusion passes the last tap through and adds small random weights on the others.
     Where the target has no QK-norm, the drafter's q_norm and k_norm start at the root-mean-square that each head
     dimension would have for a white input, so that attention scores start at the scale that the copied projections
