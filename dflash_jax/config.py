@@ -57,11 +57,12 @@ class TrainingConfig:
     """The run. rows_per_step counts all micro-batches; accumulation divides it.
 
     steps: updates; epochs: used when steps is not set. loss_decay_gamma: "auto" follows the block size (7, 5, 4 for
-    16, 10, 8), None is no decay. random_cut: instead of weighting slot k, let it keep its loss with that probability:
-    the same expected gradient, and fewer slots for the head to score. feature_cache: "memory" computes the target's
-    features once a row and keeps them in host memory, "none" computes them in every step. time_limit_minutes: stop
-    early, whatever the step. narrow_steps: so many first steps train blocks of narrow_width only, more of them with as
-    many slots in all; the first slots decide most of a weak drafter's acceptance.
+    16, 10, 8), None is no decay. random_cut: instead of weighting slot k, let it keep its loss with that
+    probability: the same expected sum before normalisation, and fewer slots for the head to score. feature_cache:
+    "memory" computes the target's features once a row and keeps them in host memory, "none" computes them in every
+    step. time_limit_minutes: stop early, whatever the step. narrow_steps: so many first steps train blocks of
+    narrow_width only, more of them with as many slots in all; the first slots decide most of a weak drafter's
+    acceptance.
     """
 
     steps: int | None = None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-CHUNK = 512  # context keys a step; on two CPU cores 256 to 1024 time alike
+CHUNK = 512  # context keys a step: bounds the score memory; not tuned for any device
 MASKED = -1e30
 
 

@@ -97,8 +97,9 @@ def make_blocks(
 def cut_at_random(keys_B: jax.Array, blocks: Blocks, weights_W: jax.Array) -> Blocks:
     """Ends each block's supervision at a random slot, so that slot k keeps its loss with probability weights_W[k].
 
-    With weight 1 for what is kept, the expected gradient is that of the weighted loss over all slots, and the head runs
-    on Σ weights of W − 1 slots only. The weights must not rise from slot 1 on, as the paper's decay does not.
+    With weight 1 for what is kept, the expected sum of losses is the weighted sum over all slots (Σ weight, which
+    it is divided by, then varies from step to step), and the head runs on Σ weights of W − 1 slots only. The
+    weights must not rise from slot 1 on, as the paper's decay does not.
     """
     past_any_position = 2**31 - 1  # a draw of its own, apart from those that chose the anchors
     A = blocks.anchors.shape[1]

@@ -86,7 +86,7 @@ def _warm_start(model: ModelConfig, source: str, target: LoadedTarget) -> tuple[
 
 
 def step_settings(experiment: ExperimentConfig, config: DrafterConfig) -> StepSettings:
-    """The compiled step's settings; "auto" fields are resolved here and logged."""
+    """The compiled step's settings; "auto" fields are resolved here."""
     training = experiment.training
     gamma = training.loss_decay_gamma
     if gamma == "auto":
@@ -94,7 +94,6 @@ def step_settings(experiment: ExperimentConfig, config: DrafterConfig) -> StepSe
     dtype = training.compute_dtype
     if dtype == "auto":
         dtype = fastest_dtype()
-    logger.info("loss decay gamma %s, compute dtype %s", gamma, dtype)
     return StepSettings(
         anchors=training.anchors_per_row,
         width=config.block_size,

@@ -84,6 +84,7 @@ class Trainer:
         self.inputs = {"model.target": target.fingerprint, "data.train_file": data_fingerprint}
         self.directory = _made(experiment.checkpoint.directory)
         self.settings = step_settings(experiment, drafter_config)
+        logger.info("loss decay gamma %s, compute dtype %s", self.settings.gamma, self.settings.compute_dtype)
         self.narrow_settings = narrower(self.settings, experiment.training.narrow_width)
         self.tables = VocabularyTables(target.model.embedding[...], target.model.head_VD)
         cache = experiment.training.feature_cache
