@@ -25,7 +25,8 @@ class ModelConfig:
     target: folder, hub id, or "smollm2-135m-instruct". Drafter sizes not set here are the target's.
     target_layer_ids: tapped layers, 0-based; empty: num_taps layers spread evenly.
     mask_token_id: an id of the target's vocabulary that no chat uses.
-    initialisation: "random" (the paper's) or "target" (copies of the target's first and last layers).
+    initialisation: "random" (the paper's), "target" (copies of the target's first and last layers) or "regression" (a
+    least-squares predictor fitted on the training rows, see training/regression_start.py).
     warm_start: a drafter folder or hub id to start from; its own shape then counts.
     """
 
@@ -36,7 +37,7 @@ class ModelConfig:
     target_layer_ids: tuple[int, ...] = ()
     mask_token_id: int | None = None
     intermediate_size: int | None = None
-    initialisation: Literal["random", "target"] = "random"
+    initialisation: Literal["random", "target", "regression"] = "random"
     warm_start: str | None = None
     target_dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
@@ -62,7 +63,8 @@ class TrainingConfig:
     "memory" computes the target's features once a row and keeps them in host memory, "none" computes them in every
     step. time_limit_minutes: stop early, whatever the step. narrow_steps: so many first steps train blocks of
     narrow_width only, more of them with as many slots in all; the first slots decide most of a weak drafter's
-    acceptance.
+    acceptance. loss: "labels", the paper's cross-entropy, or "teacher", the divergence from the target's own
+    distribution over the loss_tokens most frequent answer tokens.
     """
 
     steps: int | None = None
@@ -72,6 +74,8 @@ class TrainingConfig:
     anchors_per_row: int = 512
     loss_decay_gamma: float | Literal["auto"] | None = "auto"
     random_cut: bool = False
+    loss: Literal["labels", "teacher"] = "labels"
+    loss_tokens: int = 4096
     narrow_steps: int = 0
     narrow_width: int = 2
     loss_chunk: int = 1024
@@ -225,6 +229,7 @@ _AT_LEAST = {
     "training.rows_per_step": 1,
     "training.anchors_per_row": 1,
     "training.loss_chunk": 1,
+    "training.loss_tokens": 2,
     "training.narrow_steps": 0,
     "training.time_limit_minutes": 0,
     "optimizer.weight_decay": 0,

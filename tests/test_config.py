@@ -59,7 +59,7 @@ WRONG = [
     ("training.time_limit_minutes", "-0.5", "at least 0"),
     ("model.block_size", "1", "at least 2"),
     ("model.block_size", "'16'", "a whole number"),
-    ("model.initialisation", "'zeros'", "'random' or 'target'"),
+    ("model.initialisation", "'zeros'", "'random' or 'target' or 'regression'"),
     ("model.mask_token_id", "-3", "at least 0"),
     ("model.target_layer_ids", "(1, 2.5)", "a list, each item a whole number"),
     ("model.target", "''", "a folder, a hub id"),

@@ -113,7 +113,7 @@ def test_anchors_are_drawn_afresh_each_step_and_again_the_same_on_a_second_run()
 
 
 def test_the_targets_tables_stay_as_they_are_and_are_not_in_the_state():
-    before = [np.array(table) for table in tables()]
+    before = [np.array(table) for table in leaves(tables())]
     state = new_state()
     for _ in range(3):
         state, _ = step(state, split(four_rows(), 2))

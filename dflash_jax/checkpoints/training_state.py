@@ -48,6 +48,12 @@ class TrainingCheckpoints:
         self._manager.close()
 
 
+def has_checkpoint(directory: str | Path) -> bool:
+    """Whether a run's checkpoint directory holds a whole checkpoint. Makes nothing."""
+    path = Path(directory).absolute()
+    return path.is_dir() and bool(ocp.utils.checkpoint_steps(path))
+
+
 def _named(tree: Any) -> dict[str, jax.Array]:
     """A flat dictionary of the leaves, named by their paths: readable in the checkpoint, free of custom classes."""
     paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)

@@ -70,7 +70,7 @@ def fixed_anchor_report(drafter, tables: VocabularyTables, batches, features, se
             tokens=jnp.asarray(batch["tokens_BT"]),
             loss_mask=jnp.asarray(batch["loss_mask_BT"]),
             rows=jnp.asarray(batch["row_index_B"]),
-            taps=features(batch["tokens_BT"], batch["row_index_B"]),
+            taps=features(batch["tokens_BT"], batch["row_index_B"]).taps,
         )
         sums = jax.tree.map(jnp.add, sums, evaluation_step(drafter, tables, on_device, settings=settings))
     return report(sums)

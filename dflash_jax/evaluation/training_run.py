@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_target
-from dflash_jax.config import ConfigError, ExperimentConfig
+from dflash_jax.checkpoints.training_state import has_checkpoint
+from dflash_jax.config import ConfigError, ExperimentConfig, TrainingConfig
 from dflash_jax.data.pipeline import Batches, collate
 from dflash_jax.data.records import Chat, read_chats
 from dflash_jax.data.rows import TrainingRow, rows_from_regenerated
@@ -21,9 +22,11 @@ from dflash_jax.evaluation.heldout import acceptance_by_decoding, fixed_anchor_r
 from dflash_jax.models.family import DrafterConfig
 from dflash_jax.training.features import feature_bytes, make_features
 from dflash_jax.training.initialise import parameter_count
+from dflash_jax.training.regression_start import drafter_by_regression, row_moments
 from dflash_jax.training.setup import starting_drafter, step_settings
 from dflash_jax.training.step import VocabularyTables
-from dflash_jax.training.trainer import Outcome, Trainer
+from dflash_jax.training.teacher import shortlist_tokens
+from dflash_jax.training.trainer import CHECKPOINTS, Outcome, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +56,40 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
     experiment = _with_steps(experiment, batches)
     config, drafter = starting_drafter(experiment, target)
     _announce(experiment, target, config, drafter, rows)
-    heldout = HeldOut(experiment, target, config) if data.heldout_file else None
-    fingerprint = rows_fingerprint(rows)
-    return Trainer(experiment, target, config, drafter, batches, heldout, data_fingerprint=fingerprint)
+    training = experiment.training
+    features = make_features(
+        *(training.feature_cache, target.model, config.target_layer_ids),
+        with_hidden=model.initialisation == "regression" or training.loss == "teacher",
+    )
+    if _starts_by_regression(experiment):
+        singles = [collate(rows, [i], _bucket(len(row.tokens), data.length_buckets)) for i, row in enumerate(rows)]
+        moments = row_moments(singles, features, target.model.embedding[...])
+        drafter = drafter_by_regression(config, target.model, *moments, training.seed)
+    return Trainer(
+        *(experiment, target, config, drafter, batches),
+        HeldOut(experiment, target, config) if data.heldout_file else None,
+        features=features,
+        tables=_tables(training, target, rows),
+        data_fingerprint=rows_fingerprint(rows),
+    )
+
+
+def _starts_by_regression(experiment: ExperimentConfig) -> bool:
+    """Whether the drafter is to be fitted first: not where a warm start or a checkpoint takes its place."""
+    model, directory = experiment.model, experiment.checkpoint.directory
+    return (
+        model.initialisation == "regression"
+        and model.warm_start is None
+        and not has_checkpoint(f"{directory}/{CHECKPOINTS}")
+    )
+
+
+def _tables(training: TrainingConfig, target: LoadedTarget, rows: list[TrainingRow]) -> VocabularyTables:
+    """The vocabulary tables of training, with the shortlist of the rows' tokens where the loss uses one."""
+    shortlist = None
+    if training.loss == "teacher":
+        shortlist = target.model.head_VD[shortlist_tokens(rows, training.loss_tokens)]
+    return VocabularyTables(target.model.embedding[...], target.model.head_VD, shortlist)
 
 
 def rows_fingerprint(rows: list[TrainingRow]) -> str:
@@ -75,7 +109,7 @@ class HeldOut:
         usable = {row.id for row in rows}
         self.prompts = [chat.prompt_ids for chat in chats if chat.id in usable][: self.part.decode_prompts]
         self.batches = _fixed_batches(rows[: self.part.rows], experiment)
-        self.settings = step_settings(experiment, config)._replace(anchors=self.part.anchors_per_row)
+        self.settings = step_settings(experiment, config)._replace(anchors=self.part.anchors_per_row, teacher=False)
         self.tables = VocabularyTables(target.model.embedding[...], target.model.head_VD)
         self.features = make_features(experiment.training.feature_cache, target.model, config.target_layer_ids)
 

@@ -19,6 +19,7 @@ from dflash_jax.models.family import (
 )
 from dflash_jax.training.initialise import drafter_from_target, random_drafter
 from dflash_jax.training.losses import default_gamma
+from dflash_jax.training.regression_start import check_regression_fits
 from dflash_jax.training.step import StepSettings
 
 logger = logging.getLogger(__name__)
@@ -58,13 +59,19 @@ def drafter_config(model: ModelConfig, target: LoadedTarget) -> DrafterConfig:
 
 
 def starting_drafter(experiment: ExperimentConfig, target: LoadedTarget) -> tuple[DrafterConfig, Drafter]:
-    """The drafter that training starts from: random, from the target's layers, or an existing one (warm start)."""
+    """The drafter that training starts from: random, from the target's layers, or an existing one (warm start).
+
+    For initialisation "regression" the shape is checked and the drafter is random: the regression needs the data, see
+    `regression_start.drafter_by_regression`.
+    """
     model, seed = experiment.model, experiment.training.seed
     if model.warm_start is not None:
         return _warm_start(model, model.warm_start, target)
     config = drafter_config(model, target)
     if model.initialisation == "target":
         return config, drafter_from_target(config, target.model, seed)
+    if model.initialisation == "regression":
+        check_regression_fits(config)
     return config, random_drafter(config, seed)
 
 
@@ -103,6 +110,7 @@ def step_settings(experiment: ExperimentConfig, config: DrafterConfig) -> StepSe
         compute_dtype=dtype,
         seed=training.seed,
         random_cut=training.random_cut,
+        teacher=training.loss == "teacher",
     )
 
 

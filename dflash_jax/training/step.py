@@ -14,26 +14,33 @@ from dflash_jax.models.drafter import Drafter
 from dflash_jax.training.anchors import Blocks, cut_at_random, draw_anchors, make_blocks, spread_anchors, step_keys
 from dflash_jax.training.losses import SlotScores, block_loss, decay_weights
 from dflash_jax.training.metrics import BlockSums, block_sums, zero_sums
+from dflash_jax.training.teacher import teacher_hidden, teacher_loss
 
 
 class Batch(NamedTuple):
     """Rows of a step; under accumulation each array has a leading axis of micro-batches.
 
     tokens int32 [B, T] · loss_mask bool [B, T] · rows int32 [B], their numbers in the data set · taps [B, T, M, D],
-    the target's context features of these tokens.
+    the target's context features of these tokens · hidden [B, T, D], its final hidden states, where the loss asks for
+    them (training.loss "teacher").
     """
 
     tokens: jax.Array
     loss_mask: jax.Array
     rows: jax.Array
     taps: jax.Array
+    hidden: jax.Array | None = None
 
 
 class VocabularyTables(NamedTuple):
-    """What the drafter borrows from the target, frozen: input and output table, both [V, D]."""
+    """What the drafter borrows from the target, frozen: input and output table, both [V, D].
+
+    shortlist: rows [S, D] of the head that the teacher loss compares distributions on; None where it isn't used.
+    """
 
     embedding: jax.Array
     head: jax.Array
+    shortlist: jax.Array | None = None
 
 
 class TrainState(NamedTuple):
@@ -46,7 +53,10 @@ class TrainState(NamedTuple):
 
 
 class StepSettings(NamedTuple):
-    """What the compiled step depends on, apart from shapes. gamma None: no decay. random_cut: see cut_at_random."""
+    """What the compiled step depends on, apart from shapes. gamma None: no decay. random_cut: see cut_at_random.
+
+    teacher: the loss compares distributions (`teacher_loss`) instead of scoring labels (`block_loss`).
+    """
 
     anchors: int
     width: int
@@ -56,39 +66,49 @@ class StepSettings(NamedTuple):
     compute_dtype: str
     seed: int
     random_cut: bool = False
+    teacher: bool = False
     backend: Backend = "auto"
 
 
 @functools.partial(jax.jit, static_argnames=("layers",))
 def context_taps(target, tokens_BT: jax.Array, *, layers: tuple[int, ...]) -> jax.Array:
     """The target's outputs at `layers` for every position, [B, T, M, D]; layers above the deepest are not run."""
+    return hidden_and_taps(target, tokens_BT, layers=layers)[1]
+
+
+@functools.partial(jax.jit, static_argnames=("layers",))
+def hidden_and_taps(target, tokens_BT: jax.Array, *, layers: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """The target's final hidden states [B, T, D], after the final norm, and its taps as `context_taps` gives them."""
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    return target.forward(tokens_BT, positions_BT, taps=layers)[1]
+    return target.forward(tokens_BT, positions_BT, taps=layers)[:2]
 
 
 def blocks_loss(
     drafter: Drafter,
     tables: VocabularyTables,
-    taps_BTMD: jax.Array,
+    batch: Batch,
     blocks: Blocks,
     weights_W: jax.Array,
     settings: StepSettings,
 ) -> tuple[jax.Array, tuple[jax.Array, SlotScores]]:
-    """Σ weight · cross-entropy of the given blocks (not normalised); also the weights [B, A, W] and slot scores."""
+    """Σ weight · loss of the given blocks (not normalised); also the weights [B, A, W] and slot scores."""
     dtype = jnp.dtype(settings.compute_dtype)
     drafter = jax.tree.map(lambda leaf: leaf.astype(dtype), drafter)
-    context_BTD = drafter.fuse(taps_BTMD.astype(dtype))
+    context_BTD = drafter.fuse(batch.taps.astype(dtype))
     embedded_BAWD = jnp.take(tables.embedding, blocks.tokens, axis=0).astype(dtype)
     starts_BA = jnp.zeros_like(blocks.anchors)
     hidden_BAWD = drafter.packed(embedded_BAWD, context_BTD, starts_BA, blocks.anchors, backend=settings.backend)
     weights_BAW = weights_W * blocks.supervised
-    loss, scores = block_loss(
-        hidden_BAWD.reshape(-1, hidden_BAWD.shape[-1]),
-        tables.head,
-        blocks.labels.reshape(-1),
-        weights_BAW.reshape(-1),
-        chunk=settings.loss_chunk,
-    )
+    hidden_RD, weights_R = hidden_BAWD.reshape(-1, hidden_BAWD.shape[-1]), weights_BAW.reshape(-1)
+    if settings.teacher:
+        if batch.hidden is None or tables.shortlist is None:
+            raise ValueError("the teacher loss needs the target's final hidden states and a shortlist")
+        teacher_RD = teacher_hidden(batch.hidden, blocks).reshape(hidden_RD.shape)
+        loss, scores = teacher_loss(hidden_RD, teacher_RD, tables.shortlist, weights_R, chunk=settings.loss_chunk)
+    else:
+        loss, scores = block_loss(
+            hidden_RD, tables.head, blocks.labels.reshape(-1), weights_R, chunk=settings.loss_chunk
+        )
     return loss, (weights_BAW, scores)
 
 
@@ -123,7 +143,7 @@ def train_step(
         if settings.random_cut:
             blocks, weights_W = cut_at_random(keys_B, blocks, weights_W), jnp.ones_like(weights_W)
         grad_fn = jax.value_and_grad(blocks_loss, has_aux=True)
-        (loss, (weights_BAW, scores)), new = grad_fn(state.drafter, tables, micro.taps, blocks, weights_W, settings)
+        (loss, (weights_BAW, scores)), new = grad_fn(state.drafter, tables, micro, blocks, weights_W, settings)
         return (
             jax.tree.map(jnp.add, gradient, new),
             jax.tree.map(jnp.add, sums, block_sums(loss, weights_BAW, scores, blocks)),
@@ -160,7 +180,7 @@ def evaluation_step(drafter: Drafter, tables: VocabularyTables, batch: Batch, *,
     anchors_BA, valid_BA = spread_anchors(batch.loss_mask, settings.anchors)
     blocks = make_blocks(batch.tokens, batch.loss_mask, anchors_BA, valid_BA, settings.width, settings.mask_id)
     weights_W = decay_weights(settings.width, settings.gamma)
-    loss, (weights_BAW, scores) = blocks_loss(drafter, tables, batch.taps, blocks, weights_W, settings)
+    loss, (weights_BAW, scores) = blocks_loss(drafter, tables, batch, blocks, weights_W, settings)
     return block_sums(loss, weights_BAW, scores, blocks)
 
 

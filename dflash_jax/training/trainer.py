@@ -21,7 +21,7 @@ from dflash_jax.config import ConfigError, ExperimentConfig
 from dflash_jax.data.pipeline import Batches
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import DrafterConfig
-from dflash_jax.training.features import make_features
+from dflash_jax.training.features import OnlineFeatures, RememberedFeatures
 from dflash_jax.training.metrics import BlockSums, report, zero_sums
 from dflash_jax.training.setup import narrower, step_settings
 from dflash_jax.training.step import (
@@ -35,6 +35,8 @@ from dflash_jax.training.step import (
 )
 
 logger = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"  # the folder of a run's directory that they are in
 
 # evaluate(drafter, step, last) → metrics; "acceptance_length" among them decides which drafter is kept
 Evaluate = Callable[[LoadedDrafter, int, bool], dict[str, Any]]
@@ -62,6 +64,8 @@ class Trainer:
         batches: Batches,
         evaluate: Evaluate | None = None,
         *,
+        features: OnlineFeatures | RememberedFeatures,
+        tables: VocabularyTables,
         data_fingerprint: str = "",
     ):
         """Prepares a run; `run` starts it, or goes on with the one in the experiment's directory.
@@ -71,6 +75,7 @@ class Trainer:
             drafter: where training starts. Its buffers are used up.
             batches: endless; one batch is one step.
             evaluate: see Evaluate; None: the drafter of the last step is the one exported.
+            features, tables: what the target gives to a step, of the batch and for good.
             data_fingerprint: tells the rows apart; a run goes on with the rows it began with.
 
         Raises:
@@ -86,9 +91,7 @@ class Trainer:
         self.settings = step_settings(experiment, drafter_config)
         logger.info("loss decay gamma %s, compute dtype %s", self.settings.gamma, self.settings.compute_dtype)
         self.narrow_settings = narrower(self.settings, experiment.training.narrow_width)
-        self.tables = VocabularyTables(target.model.embedding[...], target.model.head_VD)
-        cache = experiment.training.feature_cache
-        self.features = make_features(cache, target.model, drafter_config.target_layer_ids)
+        self.tables, self.features = tables, features
         part = experiment.optimizer
         self.optimizer = make_optimizer(
             part.learning_rate,
@@ -104,7 +107,7 @@ class Trainer:
         self.state: TrainState = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), state)
         self.best: float | None = None
         self.trained_seconds = 0.0
-        self.checkpoints = TrainingCheckpoints(self.directory / "checkpoints", keep=experiment.checkpoint.keep)
+        self.checkpoints = TrainingCheckpoints(self.directory / CHECKPOINTS, keep=experiment.checkpoint.keep)
 
     def run(self) -> Outcome:
         """Trains from the newest checkpoint, or from the start, to the configured step; returns what was kept."""
@@ -157,14 +160,13 @@ class Trainer:
         The loader's batch is the whole step; micro-batches are equal slices of its rows.
         """
         batch, parts = next(self.batches), self.experiment.training.accumulation
-        taps = self.features(batch["tokens_BT"], batch["row_index_B"])
+        features = self.features(batch["tokens_BT"], batch["row_index_B"])
 
         def split(array) -> jax.Array:
             return jnp.asarray(array).reshape(parts, -1, *array.shape[1:])
 
-        stacked = Batch(
-            split(batch["tokens_BT"]), split(batch["loss_mask_BT"]), split(batch["row_index_B"]), split(taps)
-        )
+        arrays = batch["tokens_BT"], batch["loss_mask_BT"], batch["row_index_B"], features.taps, features.hidden
+        stacked = Batch(*jax.tree.map(split, arrays))
         return stacked, int(batch["length_B"].sum())
 
     def _log(self, bar: tqdm, sums: BlockSums, tokens_per_second: float) -> None:

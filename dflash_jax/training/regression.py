@@ -1,0 +1,153 @@
+"""Least squares from context features and the anchor's embedding to what the target computes next.
+
+A linear map already tells a drafter much: from the tapped layers at position a−1 and the embedding of the token at a it
+predicts the target's final hidden states at a, a+1, a+2. Only second moments are kept, so the memory does not grow
+with the data. regression_start.py builds a drafter that computes this map.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+RIDGE = 1e-2  # added to the variance of standardised inputs
+HORIZON = 3  # final hidden states predicted: at the anchor and at the two positions after it
+
+
+class Moments(NamedTuple):
+    """Sums over anchors, float64 numpy, of inputs f = [taps (M·D) − shift, embedding (D), 1] and outputs y (HORIZON·D).
+
+    shift, spread [M·D]: mean and standard deviation of the taps of the first rows; the taps in f are divided by spread.
+    ff [F, F]: Σ fᵀf. fy [F, Y]: Σ fᵀy. count: anchors.
+    """
+
+    shift: np.ndarray
+    spread: np.ndarray
+    ff: np.ndarray
+    fy: np.ndarray
+    count: float
+
+
+class Solution(NamedTuple):
+    """What a drafter needs to compute the map. D components z, the most predictive first; z[0] is constant.
+
+    fusion [M·D, D]: taps → z, each component (but the constant) of variance 1 over the data.
+    anchor_basis [D, D]: orthonormal, columns = directions of the normalised embedding, the most predictive first.
+    from_context [D, D]: z / rms(z) → final hidden state. from_anchor [R, D]: the first R coordinates of the
+    normalised embedding in anchor_basis → final hidden state.
+    """
+
+    fusion: np.ndarray
+    anchor_basis: np.ndarray
+    from_context: np.ndarray
+    from_anchor: np.ndarray
+
+
+def normalised(x_D: jax.Array) -> jax.Array:
+    """x / rms(x) over the last axis."""
+    return x_D * jax.lax.rsqrt(jnp.mean(jnp.square(x_D), axis=-1, keepdims=True) + 1e-12)
+
+
+@jax.jit
+def _row_sums(tokens_T, loss_mask_T, taps_TMD, hidden_TD, embedding_VD, shift, spread):
+    """Σ fᵀf, Σ fᵀy and the count over one row's anchors: position a, with a … a+HORIZON supervised."""
+    T = tokens_T.shape[0]
+    at_A = jnp.arange(1, T - HORIZON)
+    run_A = jnp.stack([loss_mask_T[at_A + k] for k in range(HORIZON + 1)]).all(axis=0)
+    taps_AX = (taps_TMD.reshape(T, -1)[at_A - 1].astype(jnp.float32) - shift) / spread
+    anchor_AD = normalised(jnp.take(embedding_VD, tokens_T[at_A], axis=0).astype(jnp.float32))
+    inputs_AF = jnp.concatenate([taps_AX, anchor_AD, jnp.ones((len(at_A), 1))], axis=1) * run_A[:, None]
+    outputs_AY = jnp.concatenate([hidden_TD[at_A + k] for k in range(HORIZON)], axis=1).astype(jnp.float32)
+    return inputs_AF.T @ inputs_AF, inputs_AF.T @ outputs_AY, run_A.sum()
+
+
+def first_scale(loss_masks, taps) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation [M·D] of the taps [T, M, D] of a few rows at their supervised positions."""
+    taps_NX = np.concatenate(
+        [np.asarray(t, np.float32)[mask].reshape(int(mask.sum()), -1) for mask, t in zip(loss_masks, taps, strict=True)]
+    )
+    spread_X = taps_NX.std(axis=0)
+    return taps_NX.mean(axis=0), np.maximum(spread_X, 1e-3 * spread_X.max())
+
+
+def add_row(moments: Moments, tokens_T, loss_mask_T, taps_TMD, hidden_TD, embedding_VD) -> Moments:
+    """The moments with one row's anchors added."""
+    ff, fy, count = _row_sums(
+        *(tokens_T, loss_mask_T, taps_TMD, hidden_TD, embedding_VD),
+        *(moments.shift.astype(np.float32), moments.spread.astype(np.float32)),
+    )
+    moments.ff[...] += np.asarray(ff)
+    moments.fy[...] += np.asarray(fy)
+    return moments._replace(count=moments.count + float(count))
+
+
+def no_moments(shift: np.ndarray, spread: np.ndarray, hidden: int) -> Moments:
+    """Nothing added yet."""
+    size = len(shift) + hidden + 1
+    return Moments(shift, spread, np.zeros((size, size)), np.zeros((size, HORIZON * hidden)), 0.0)
+
+
+def solve(moments: Moments, anchor_directions: int, constant: float) -> Solution:
+    """Reduced-rank ridge regression, then least squares on what the drafter will really read.
+
+    Args:
+        moments: of at least a few thousand anchors.
+        anchor_directions: R, directions of the embedding that can be read.
+        constant: value of z[0]; the other components have variance 1.
+    """
+    D = moments.fy.shape[1] // HORIZON
+    X = len(moments.shift)
+    second = moments.ff / moments.count  # the last row and column are means
+    mean_F, mean_Y = second[-1, :-1], moments.fy[-1] / moments.count
+    covariance = second[:-1, :-1] - np.outer(mean_F, mean_F)
+    covariance += RIDGE * np.eye(X + D)
+    cross = moments.fy[:-1] / moments.count - np.outer(mean_F, mean_Y)
+    slope = np.linalg.solve(covariance, cross)
+    fusion_XD = _components(covariance[:X, :X], slope[:X], D - 1)
+    anchor_basis = _ordered_basis(second[X:-1, X:-1] + RIDGE * np.eye(D), slope[X:, :D])
+    fusion = _with_constant(moments, second, fusion_XD, constant)
+    # Read through the fusion and its norm (rms of z, taken at its mean), and through R directions of the embedding.
+    raw_to_f = np.concatenate([moments.spread[:, None] * fusion, (moments.shift @ fusion)[None]])  # [X + 1, D]
+    rms = np.sqrt((constant**2 + D - 1) / D)
+    read = np.zeros((X + D + 1, D + anchor_directions))
+    read[:X, :D], read[-1, :D] = raw_to_f[:-1] / rms, raw_to_f[-1] / rms
+    read[X:-1, D:] = anchor_basis[:, :anchor_directions]
+    gram = read.T @ second @ read + RIDGE * np.eye(D + anchor_directions)
+    weights = np.linalg.solve(gram, read.T @ moments.fy[:, :D] / moments.count)
+    return Solution(fusion, anchor_basis, weights[:D], weights[D:])
+
+
+def _components(covariance_XX: np.ndarray, slope_XY: np.ndarray, count: int) -> np.ndarray:
+    """The `count` directions of standardised taps that carry most of the prediction, [X, count], variance 1 each."""
+    root = np.linalg.cholesky(covariance_XX)
+    directions, _, _ = np.linalg.svd(root.T @ slope_XY, full_matrices=False)
+    return np.linalg.solve(root.T, directions[:, :count])
+
+
+def _ordered_basis(moment_DD: np.ndarray, slope_DY: np.ndarray) -> np.ndarray:
+    """An orthonormal basis of embedding space whose first columns span the most predictive directions."""
+    root = np.linalg.cholesky(moment_DD)
+    directions, _, _ = np.linalg.svd(root.T @ slope_DY)
+    return np.linalg.qr(np.linalg.solve(root.T, directions))[0]
+
+
+def _with_constant(moments: Moments, second: np.ndarray, fusion_XD: np.ndarray, constant: float) -> np.ndarray:
+    """The fusion in raw taps: first a component that is nearly constant, then the given ones less their means.
+
+    A linear map without bias can't subtract a mean, but some directions of a residual stream hardly vary from token to
+    token; the constant is fitted on them by ridge regression.
+    """
+    X = len(moments.shift)
+    spread, shift = moments.spread, moments.shift
+    # Raw second moment of the taps: x = spread · n + shift.
+    n_n, n_mean = second[:X, :X], second[-1, :X]
+    raw = spread[:, None] * n_n * spread + np.outer(spread * n_mean, shift) + np.outer(shift, spread * n_mean)
+    raw += np.outer(shift, shift)
+    mean = spread * n_mean + shift
+    one_X = np.linalg.solve(raw + RIDGE * np.diag(spread**2), mean)
+    components = fusion_XD / spread[:, None]
+    centred = components - np.outer(one_X, mean @ components)
+    return np.concatenate([constant * one_X[:, None], centred], axis=1)
