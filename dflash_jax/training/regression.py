@@ -7,6 +7,7 @@ with the data. regression_start.py builds a drafter that computes this map.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -18,17 +19,17 @@ HORIZON = 3  # final hidden states predicted: at the anchor and at the two posit
 
 
 class Moments(NamedTuple):
-    """Sums over anchors, float64 numpy, of inputs f = [taps (M·D) − shift, embedding (D), 1] and outputs y (HORIZON·D).
+    """Sums over anchors, float32, of inputs f = [taps (M·D) − shift, embedding (D), 1] and outputs y (HORIZON·D).
 
-    shift, spread [M·D]: mean and standard deviation of the taps of the first rows; the taps in f are divided by spread.
-    ff [F, F]: Σ fᵀf. fy [F, Y]: Σ fᵀy. count: anchors.
+    shift, spread [M·D]: mean and standard deviation of the taps of the first rows; the taps in f are divided by spread,
+    so that float32 is enough. ff [F, F]: Σ fᵀf. fy [F, Y]: Σ fᵀy. count: anchors.
     """
 
-    shift: np.ndarray
-    spread: np.ndarray
-    ff: np.ndarray
-    fy: np.ndarray
-    count: float
+    shift: jax.Array
+    spread: jax.Array
+    ff: jax.Array
+    fy: jax.Array
+    count: jax.Array
 
 
 class Solution(NamedTuple):
@@ -51,17 +52,21 @@ def normalised(x_D: jax.Array) -> jax.Array:
     return x_D * jax.lax.rsqrt(jnp.mean(jnp.square(x_D), axis=-1, keepdims=True) + 1e-12)
 
 
-@jax.jit
-def _row_sums(tokens_T, loss_mask_T, taps_TMD, hidden_TD, embedding_VD, shift, spread):
-    """Σ fᵀf, Σ fᵀy and the count over one row's anchors: position a, with a … a+HORIZON supervised."""
+@functools.partial(jax.jit, donate_argnames=("moments",))
+def add_row(moments: Moments, tokens_T, loss_mask_T, taps_TMD, hidden_TD, embedding_VD) -> Moments:
+    """The moments with one row's anchors added: positions a with a … a+HORIZON supervised."""
     T = tokens_T.shape[0]
     at_A = jnp.arange(1, T - HORIZON)
     run_A = jnp.stack([loss_mask_T[at_A + k] for k in range(HORIZON + 1)]).all(axis=0)
-    taps_AX = (taps_TMD.reshape(T, -1)[at_A - 1].astype(jnp.float32) - shift) / spread
+    taps_AX = (taps_TMD.reshape(T, -1)[at_A - 1].astype(jnp.float32) - moments.shift) / moments.spread
     anchor_AD = normalised(jnp.take(embedding_VD, tokens_T[at_A], axis=0).astype(jnp.float32))
     inputs_AF = jnp.concatenate([taps_AX, anchor_AD, jnp.ones((len(at_A), 1))], axis=1) * run_A[:, None]
     outputs_AY = jnp.concatenate([hidden_TD[at_A + k] for k in range(HORIZON)], axis=1).astype(jnp.float32)
-    return inputs_AF.T @ inputs_AF, inputs_AF.T @ outputs_AY, run_A.sum()
+    return moments._replace(
+        ff=moments.ff + inputs_AF.T @ inputs_AF,
+        fy=moments.fy + inputs_AF.T @ outputs_AY,
+        count=moments.count + run_A.sum(),
+    )
 
 
 def first_scale(loss_masks, taps) -> tuple[np.ndarray, np.ndarray]:
@@ -73,21 +78,11 @@ def first_scale(loss_masks, taps) -> tuple[np.ndarray, np.ndarray]:
     return taps_NX.mean(axis=0), np.maximum(spread_X, 1e-3 * spread_X.max())
 
 
-def add_row(moments: Moments, tokens_T, loss_mask_T, taps_TMD, hidden_TD, embedding_VD) -> Moments:
-    """The moments with one row's anchors added."""
-    ff, fy, count = _row_sums(
-        *(tokens_T, loss_mask_T, taps_TMD, hidden_TD, embedding_VD),
-        *(moments.shift.astype(np.float32), moments.spread.astype(np.float32)),
-    )
-    moments.ff[...] += np.asarray(ff)
-    moments.fy[...] += np.asarray(fy)
-    return moments._replace(count=moments.count + float(count))
-
-
 def no_moments(shift: np.ndarray, spread: np.ndarray, hidden: int) -> Moments:
     """Nothing added yet."""
     size = len(shift) + hidden + 1
-    return Moments(shift, spread, np.zeros((size, size)), np.zeros((size, HORIZON * hidden)), 0.0)
+    sums = jnp.zeros((size, size)), jnp.zeros((size, HORIZON * hidden)), jnp.float32(0.0)
+    return Moments(jnp.asarray(shift, jnp.float32), jnp.asarray(spread, jnp.float32), *sums)
 
 
 def solve(moments: Moments, anchor_directions: int, constant: float) -> Solution:
@@ -98,25 +93,22 @@ def solve(moments: Moments, anchor_directions: int, constant: float) -> Solution
         anchor_directions: R, directions of the embedding that can be read.
         constant: value of z[0]; the other components have variance 1.
     """
-    D = moments.fy.shape[1] // HORIZON
-    X = len(moments.shift)
-    second = moments.ff / moments.count  # the last row and column are means
-    mean_F, mean_Y = second[-1, :-1], moments.fy[-1] / moments.count
-    covariance = second[:-1, :-1] - np.outer(mean_F, mean_F)
-    covariance += RIDGE * np.eye(X + D)
-    cross = moments.fy[:-1] / moments.count - np.outer(mean_F, mean_Y)
-    slope = np.linalg.solve(covariance, cross)
-    fusion_XD = _components(covariance[:X, :X], slope[:X], D - 1)
+    shift, spread, ff, fy, count = (np.asarray(leaf, np.float64) for leaf in moments)
+    D, X = fy.shape[1] // HORIZON, len(shift)
+    second, products = ff / count, fy / count  # the last row and column are means
+    mean_F, mean_Y = second[-1, :-1], products[-1]
+    covariance = second[:-1, :-1] - np.outer(mean_F, mean_F) + RIDGE * np.eye(X + D)
+    slope = np.linalg.solve(covariance, products[:-1] - np.outer(mean_F, mean_Y))
+    components = _components(covariance[:X, :X], slope[:X], D - 1)
     anchor_basis = _ordered_basis(second[X:-1, X:-1] + RIDGE * np.eye(D), slope[X:, :D])
-    fusion = _with_constant(moments, second, fusion_XD, constant)
+    fusion = _with_constant(shift, spread, second, components, constant)
     # Read through the fusion and its norm (rms of z, taken at its mean), and through R directions of the embedding.
-    raw_to_f = np.concatenate([moments.spread[:, None] * fusion, (moments.shift @ fusion)[None]])  # [X + 1, D]
     rms = np.sqrt((constant**2 + D - 1) / D)
     read = np.zeros((X + D + 1, D + anchor_directions))
-    read[:X, :D], read[-1, :D] = raw_to_f[:-1] / rms, raw_to_f[-1] / rms
+    read[:X, :D], read[-1, :D] = spread[:, None] * fusion / rms, shift @ fusion / rms
     read[X:-1, D:] = anchor_basis[:, :anchor_directions]
     gram = read.T @ second @ read + RIDGE * np.eye(D + anchor_directions)
-    weights = np.linalg.solve(gram, read.T @ moments.fy[:, :D] / moments.count)
+    weights = np.linalg.solve(gram, read.T @ products[:, :D])
     return Solution(fusion, anchor_basis, weights[:D], weights[D:])
 
 
@@ -134,20 +126,20 @@ def _ordered_basis(moment_DD: np.ndarray, slope_DY: np.ndarray) -> np.ndarray:
     return np.linalg.qr(np.linalg.solve(root.T, directions))[0]
 
 
-def _with_constant(moments: Moments, second: np.ndarray, fusion_XD: np.ndarray, constant: float) -> np.ndarray:
+def _with_constant(
+    shift: np.ndarray, spread: np.ndarray, second: np.ndarray, components_XC: np.ndarray, constant: float
+) -> np.ndarray:
     """The fusion in raw taps: first a component that is nearly constant, then the given ones less their means.
 
     A linear map without bias can't subtract a mean, but some directions of a residual stream hardly vary from token to
     token; the constant is fitted on them by ridge regression.
     """
-    X = len(moments.shift)
-    spread, shift = moments.spread, moments.shift
-    # Raw second moment of the taps: x = spread · n + shift.
-    n_n, n_mean = second[:X, :X], second[-1, :X]
-    raw = spread[:, None] * n_n * spread + np.outer(spread * n_mean, shift) + np.outer(shift, spread * n_mean)
-    raw += np.outer(shift, shift)
-    mean = spread * n_mean + shift
-    one_X = np.linalg.solve(raw + RIDGE * np.diag(spread**2), mean)
-    components = fusion_XD / spread[:, None]
-    centred = components - np.outer(one_X, mean @ components)
-    return np.concatenate([constant * one_X[:, None], centred], axis=1)
+    X = len(shift)
+    deviation_X = spread * second[-1, :X]  # of the mean over all rows from that over the first ones
+    raw_XX = spread[:, None] * second[:X, :X] * spread + np.outer(shift, shift)
+    raw_XX += np.outer(deviation_X, shift) + np.outer(shift, deviation_X)
+    mean_X = deviation_X + shift
+    one_X = np.linalg.solve(raw_XX + RIDGE * np.diag(spread**2), mean_X)
+    raw_components_XC = components_XC / spread[:, None]
+    centred_XC = raw_components_XC - np.outer(one_X, mean_X @ raw_components_XC)
+    return np.concatenate([constant * one_X[:, None], centred_XC], axis=1)
