@@ -8,6 +8,7 @@ import pytest
 from tiny_tokenizer import tiny_tokenizer
 
 from dflash_jax.data import records, rows
+from dflash_jax.data.turns import TurnRenderer
 
 USER = {"role": "user", "content": "Name a colour."}
 ANSWER = {"role": "assistant", "content": "Blue."}
@@ -172,8 +173,35 @@ def test_rows_from_text_render_the_chat_and_report_what_the_template_refuses():
     chats = [
         records.Conversation(1, "a", None, [USER, ANSWER]),
         records.Conversation(2, "b", None, [SYSTEM, USER, ANSWER]),
+        records.Conversation(3, "c", None, [USER, ANSWER, USER, ANSWER]),
+        records.TokenisedRow(4, "d", None, np.arange(5), np.arange(5) > 2),
+        _chat([1], [2, 3]),
     ]
-    (row,), report = rows.rows_from_text(tokenizer, chats, max_length=100)
-    assert tokenizer.decode(row.tokens[row.loss_mask]) == "Blue.<|im_end|>"
-    assert report.rows_in == 2 and str(report.skipped[0]).startswith("row 2 (b): the chat template of 'tiny-qwen3'")
+    report = records.ReadReport("x", rows_in=len(chats))
+    off = {"enable_thinking": False}
+    renderer = TurnRenderer(tokenizer, template_arguments=off)
+    made = list(rows.make_rows(chats, report, max_length=100, embedding_rows=1000, renderer=renderer))
+    assert [[row.id for row in found] for _, found in made] == [["a"], ["c.0", "c.1"], ["d"], ["a"]]
+    for _, found in made[:2]:
+        assert tokenizer.decode(found[0].tokens[found[0].loss_mask]) == "Blue.<|im_end|>"
+    assert made[2][1][0].tokens.tolist() == [0, 1, 2, 3, 4] and made[2][1][0].loss_mask.sum() == 2
+    assert str(report.skipped[0]).startswith("row 2 (b): the chat template of 'tiny-qwen3'")
     assert "no system role" in report.skipped[0].reason
+    assert report.rows_in == report.rows_out + len(report.skipped) == 5
+    assert report.notes == {rows.REWRITTEN: 1}
+    with pytest.raises(ValueError, match=r"row 1 \(a\) is text"):
+        list(rows.make_rows(chats[:1], report, max_length=100))
+
+
+def test_rows_that_differ_from_serving_are_noted_and_answers_beyond_the_cut_counted():
+    tokenizer = tiny_tokenizer("qwen3")
+    chats = [records.Conversation(1, "a", None, [USER, ANSWER, USER, ANSWER])]
+    report = records.ReadReport("x", rows_in=1)
+    ((_, (row,)),) = rows.make_rows(chats, report, max_length=100, renderer=TurnRenderer(tokenizer))
+    assert report.notes == {rows.NOT_AS_SERVED: 1} and row.id == "a"
+    report = records.ReadReport("x", rows_in=1)
+    off = TurnRenderer(tokenizer, template_arguments={"enable_thinking": False})
+    short, long = (len(row.tokens) for row in off.tokenise([off.render(chats[0].messages)])[0])
+    ((_, (row,)),) = rows.make_rows(chats, report, max_length=(short + long) // 2, renderer=off)
+    assert [n for text, n in report.notes.items() if text.startswith("answers left out: fewer than 2")] == [1]
+    assert (report.rows_out, len(report.lengths), report.supervised) == (1, 1, int(row.loss_mask.sum()))

@@ -113,10 +113,16 @@ def _private_names(template: str) -> tuple[str, ...]:
 
 def _check_arguments(tokenizer, arguments: Mapping[str, Any]) -> None:
     # A template variable called "tokenize" would otherwise switch the tokenizer's own behaviour.
-    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
-    clashing = sorted((taken - {"tools", "documents", "kwargs"}) & set(arguments))
+    clashing = sorted(_parameters(type(tokenizer)) & set(arguments))
     if clashing:
         raise ChatTemplateError(
             f"template_arguments may not set {', '.join(clashing)}; it is for variables of the template, "
             "such as enable_thinking"
         )
+
+
+@functools.lru_cache(maxsize=8)
+def _parameters(kind: type) -> frozenset[str]:
+    """Names that a tokenizer's apply_chat_template keeps for itself."""
+    taken = set(inspect.signature(kind.apply_chat_template).parameters) | {"messages"}
+    return frozenset(taken - {"tools", "documents", "kwargs", "self"})

@@ -46,6 +46,11 @@ class ReadReport:
         self.supervised += supervised
         self.truncated += truncated
 
+    def note(self, text: str, count: int = 1) -> None:
+        """Counts a finding that costs no row."""
+        if count:
+            self.notes[text] += count
+
     @property
     def reasons(self) -> dict[str, list[int]]:
         """Numbers of the skipped rows by reason, the most frequent reason first."""
