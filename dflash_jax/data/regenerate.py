@@ -25,6 +25,7 @@ from absl import app, flags
 
 from dflash_jax.data import chat, chat_template
 from dflash_jax.data.answer_log import Answer, AnswerLog, check_same_settings
+from dflash_jax.data.provenance import meta_path, tokenizer_hash
 from dflash_jax.data.records import Conversation, ReadReport, SkippedRow, read_prompts
 
 # Prompts are sorted by length inside windows of this many batches: little padding, and progress that can be trusted.
@@ -165,11 +166,6 @@ def finished_rows(
     return rows
 
 
-def meta_path(out: str | Path) -> Path:
-    """Where the settings and counts of the file `out` are kept."""
-    return Path(f"{out}.meta.json")
-
-
 def write_finished(out: Path, rows: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> None:
     """Writes rows and meta file; `out` appears whole and last, so that where it exists it is complete."""
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
@@ -255,12 +251,6 @@ def _counts(rows: Sequence[Mapping[str, Any]], report: ReadReport) -> dict[str, 
         "prompt_tokens": sum(len(row["prompt_ids"]) for row in rows),
         "answer_tokens": sum(len(row["answer_ids"]) for row in rows),
     }
-
-
-def tokenizer_hash(tokenizer) -> str:
-    """A hash of a fast tokenizer's vocabulary, merges, special tokens and chat template."""
-    template = json.dumps(tokenizer.chat_template, sort_keys=True)
-    return hashlib.sha256((tokenizer.backend_tokenizer.to_str() + template).encode()).hexdigest()
 
 
 def _define_flags() -> None:
