@@ -6,6 +6,7 @@ without a word, so that a template probing for `__class__` would merely render s
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -74,6 +75,21 @@ def render_text(
     except Exception as error:  # foreign code: whatever it raises is a fault of the template or of the messages
         raise ChatTemplateError(f"{describe(tokenizer)} fails on this conversation: {error}") from error
     return text
+
+
+def arguments_from_flag(text: str) -> dict[str, Any]:
+    """Template arguments from the text of the flag --template_arguments.
+
+    Raises:
+      ValueError: it is not a JSON object.
+    """
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--template_arguments={text!r} is not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ValueError(f'--template_arguments={text!r} is not a JSON object such as {{"enable_thinking": false}}')
+    return arguments
 
 
 def check_safe(tokenizer) -> None:

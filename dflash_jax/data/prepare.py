@@ -23,6 +23,7 @@ from typing import Any
 from absl import app, flags
 
 from dflash_jax.data import presets, records
+from dflash_jax.data.chat_template import arguments_from_flag
 from dflash_jax.data.prepared import PreparedRow, write_prepared
 from dflash_jax.data.preview import preview, wants_colour
 from dflash_jax.data.provenance import check_made_for, meta_path, tokenizer_hash
@@ -76,9 +77,9 @@ def prepare(
       ValueError: sources or settings are wrong, the chats were made for another target, or no row is left.
     """
     found = presets.find_preset(preset, chats)
+    if found.is_evaluation:
+        raise ValueError(f"{preset or chats} is a set of prompts to evaluate with, not of chats to train on")
     paths = presets.find_files(chats, found)
-    if found.is_evaluation and not preset and chats in presets.PRESETS:
-        raise ValueError(f"{chats} holds prompts to evaluate with, not chats to train on")
     hash_of_tokenizer = tokenizer_hash(target.tokenizer)
     _check_regenerated(paths, target.fingerprint, hash_of_tokenizer, settings.template_arguments)
     provenance = {
@@ -173,14 +174,8 @@ def _define_flags() -> None:
 
 
 def _run(flag: flags.FlagValues) -> str:
-    try:
-        arguments = json.loads(flag.template_arguments)
-    except ValueError as error:
-        raise ValueError(f"--template_arguments={flag.template_arguments!r} is not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise ValueError(f"--template_arguments={flag.template_arguments!r} is not a JSON object")
-    names = ("max_length", "heldout", "seed", "strict", "limit")
-    settings = PrepareSettings(template_arguments=arguments, **{name: flag[name].value for name in names})
+    values: dict[str, Any] = {name: flag[name].value for name in ("max_length", "heldout", "seed", "strict", "limit")}
+    settings = PrepareSettings(template_arguments=arguments_from_flag(flag.template_arguments), **values)
 
     # Imported here: `data` itself knows no model, only its commands do; and wrong flags are told without the wait.
     from dflash_jax.checkpoints.target_files import describe_target

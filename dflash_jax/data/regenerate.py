@@ -269,20 +269,10 @@ def _define_flags() -> None:
     flags.DEFINE_integer("limit", None, "Use no more than so many rows of --prompts.", lower_bound=1)
 
 
-def _template_arguments(text: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"--template_arguments={text!r} is not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise ValueError(f'--template_arguments={text!r} is not a JSON object such as {{"enable_thinking": false}}')
-    return arguments
-
-
 def _run(flag: flags.FlagValues) -> str:
     if not flag.out.endswith((".jsonl", ".jsonl.gz")):
         raise ValueError(f"--out={flag.out} is not a .jsonl or .jsonl.gz file")
-    arguments = _template_arguments(flag.template_arguments)
+    arguments = chat_template.arguments_from_flag(flag.template_arguments)
     conversations, report = read_prompts(flag.prompts, strict=flag.strict, limit=flag.limit)
 
     # Imported here: `data` itself knows no model, only this command does; and wrong flags are told without the wait.
