@@ -44,13 +44,19 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Regenerated chats (JSON lines). Rows are cut at max_length and padded to one of length_buckets."""
+    """What is trained and evaluated on: files of regenerated chats (JSON lines), or folders of prepared sets.
+
+    Of a prepared set, train_file reads the split "train" and heldout_file "heldout". Rows are cut at max_length (those
+    of a prepared set were, when it was made) and padded to one of length_buckets. allow_other_target: train even if the
+    rows were made for another target or tokenizer.
+    """
 
     train_file: str = ""
     heldout_file: str = ""
     max_length: int = 3072
     length_buckets: tuple[int, ...] = (3072,)
     max_rows: int | None = None
+    allow_other_target: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +269,7 @@ def _text_rules(parts: dict[str, Any]) -> list[Rule]:
     return [
         ("model.target", bool(parts["model"].target), "a folder, a hub id or smollm2-135m-instruct"),
         ("model.warm_start", parts["model"].warm_start != "", "a folder or a hub id, or None"),
-        ("data.train_file", bool(parts["data"].train_file), "a file of regenerated chats (.jsonl or .jsonl.gz)"),
+        ("data.train_file", bool(parts["data"].train_file), "a file of regenerated chats, or a prepared set"),
         ("checkpoint.directory", bool(parts["checkpoint"].directory), "the directory of the run"),
     ]
 

@@ -1,10 +1,15 @@
 """Chats to token ids: serving prompts, loss masks without generation markers, one BOS, templates that are unsafe."""
 
+import functools
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_tokenizer import tiny_tokenizer
 
-from dflash_jax.data.chat import render, render_training
+from dflash_jax.data.chat import render
 from dflash_jax.data.chat_template import ChatTemplateError
+from dflash_jax.data.turns import TurnRenderer, training_rows
 
 FAMILIES = ["smollm2", "qwen2_5", "qwen3", "llama3"]
 END_OF_TURN = {"smollm2": "<|im_end|>", "qwen2_5": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>"}
@@ -17,6 +22,12 @@ def _chat(*contents: str) -> list[dict]:
 
 def _decode(tokenizer, tokens) -> str:
     return tokenizer.decode([int(t) for t in tokens], skip_special_tokens=False)
+
+
+def render_training(tokenizer, messages, **options):
+    """Tokens and mask of a chat that gives one row."""
+    (row,) = training_rows(tokenizer, messages, **options)
+    return row.tokens, row.loss_mask
 
 
 TWO_TURNS = _chat("Name a colour.", "Blue.", "And another?", "Red: naïve 🎈.")
@@ -41,19 +52,73 @@ def test_newline_after_the_end_of_turn_is_not_supervised(family):
     assert after == ("" if family == "llama3" else "\n")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("answer", ["Red.", "\nRed.\n\nBlue", "assistant", "system\n", " you?", "<", "x"])
-def test_training_row_is_serving_prompt_plus_generated_tokens(family, answer):
-    tokenizer = tiny_tokenizer(family)
-    arguments = {"enable_thinking": False} if family == "qwen3" else DATE
-    messages = [*TWO_TURNS[:3], {"role": "assistant", "content": answer}]
-    prompt = render(tokenizer, messages[:-1], add_generation_prompt=True, template_arguments=arguments)
-    tokens, mask = render_training(tokenizer, messages, template_arguments=arguments)
-    assert tokens[: len(prompt)].tolist() == prompt
-    supervised = tokens[len(prompt) :][mask[len(prompt) :]].tolist()
-    # Llama 3 trims contents and Qwen 3 strips leading newlines, which is then what the row says.
-    shown = {"llama3": answer.strip(), "qwen3": answer.lstrip("\n")}.get(family, answer)
-    assert supervised == tokenizer.encode(shown + END_OF_TURN[family], add_special_tokens=False)
+# Qwen 3 writes an empty think block into the prompt and out of the past: then every answer has its own row.
+ARGUMENTS = [("smollm2", {}), ("qwen2_5", {}), ("qwen3", {}), ("qwen3", {"enable_thinking": False}), ("llama3", DATE)]
+SEAMS = ["Red.", "\nRed.\n\nBlue", "assistant", "system\n", " you?", "<", "x", "\n\n ", "<|im_end|>", "🎈"]
+
+
+@pytest.mark.parametrize(("family", "arguments"), ARGUMENTS)
+@settings(max_examples=25, deadline=None)
+@given(
+    texts=st.lists(st.one_of(st.sampled_from(SEAMS), st.text(max_size=12)), min_size=2, max_size=6),
+    system=st.sampled_from(["", "Be brief."]),
+)
+def test_every_answer_is_trained_as_it_is_served(family, arguments, texts, system):
+    texts = [text if text.strip() else "x" for text in texts][: len(texts) // 2 * 2]
+    tokenizer = tokenizer_of(family)
+    messages = [{"role": "system", "content": system}] * bool(system) + _chat(*texts)
+    rows = training_rows(tokenizer, messages, template_arguments=arguments)
+    supervised = 0
+    for i in range(len(messages) - len(texts) + 1, len(messages), 2):
+        prompt = render(tokenizer, messages[:i], add_generation_prompt=True, template_arguments=arguments)
+        # Llama 3 trims contents and Qwen 3 strips newlines before the last answer, which is then what the row says.
+        strip = {"llama3": str.strip, "qwen3": lambda text: text.lstrip("\n") or text}.get(family, str)
+        forms = [form + END_OF_TURN[family] for form in (strip(messages[i]["content"]), messages[i]["content"])]
+        answers = [tokenizer.encode(form, add_special_tokens=False) for form in forms]
+        # Without a thinking argument Qwen 3 puts an empty think block between the prompt and the last answer.
+        between = len(tokenizer.encode("<think>\n\n</think>\n\n", add_special_tokens=False))
+        found = [
+            answer
+            for row in rows
+            for answer in answers
+            for skip in ([0] if row.as_served else [0, between])
+            if row.tokens[: len(prompt)].tolist() == prompt
+            and row.tokens[len(prompt) + skip :][: len(answer)].tolist() == answer
+            and row.loss_mask[len(prompt) + skip :][: len(answer)].all()
+        ]
+        assert found, (messages, i)
+        supervised += len(found[0])
+    assert rows[-1].as_served == (family != "qwen3" or bool(arguments))
+    assert family == "qwen3" or all(row.as_served for row in rows)
+    assert sum(int(row.loss_mask.sum()) for row in rows) == supervised
+
+
+@functools.cache
+def tokenizer_of(family):
+    return tiny_tokenizer(family)
+
+
+def test_rows_of_a_chat_follow_what_the_template_does_to_the_past():
+    tokenizer = tiny_tokenizer("qwen3")
+    reasoned = _chat("One?", "<think>\nHm.\n</think>\n\nBlue.", "Two?", "<think>\nOh.\n</think>\n\nRed.")
+    plain = {True: 1, False: 2}  # rows by enable_thinking: without thinking, the past lacks the empty think block
+    for thinking, rows in plain.items():
+        assert len(training_rows(tokenizer, TWO_TURNS, template_arguments={"enable_thinking": thinking})) == rows
+    first, second = training_rows(tokenizer, reasoned)
+    assert _decode(tokenizer, first.tokens[first.loss_mask]) == "<think>\nHm.\n</think>\n\nBlue.<|im_end|>"
+    assert _decode(tokenizer, second.tokens[second.loss_mask]) == "<think>\nOh.\n</think>\n\nRed.<|im_end|>"
+    assert "Hm." not in _decode(tokenizer, second.tokens) and first.as_served and second.as_served
+
+
+def test_many_chats_tokenised_together_are_those_tokenised_alone():
+    tokenizer = tiny_tokenizer("llama3")
+    chats = [TWO_TURNS, TWO_TURNS[:2], _chat("🎈", "Red."), TWO_TURNS]
+    renderer = TurnRenderer(tokenizer, template_arguments=DATE)
+    together = renderer.tokenise([renderer.render(messages) for messages in chats])
+    for rows, messages in zip(together, chats, strict=True):
+        alone = training_rows(tokenizer, messages, template_arguments=DATE)
+        assert [row.tokens.tolist() for row in rows] == [row.tokens.tolist() for row in alone]
+        assert [row.loss_mask.tolist() for row in rows] == [row.loss_mask.tolist() for row in alone]
 
 
 def test_qwen3_own_reasoning_is_supervised_and_an_empty_think_block_is_not():
@@ -66,12 +131,6 @@ def test_qwen3_own_reasoning_is_supervised_and_an_empty_think_block_is_not():
     tokens, mask = render_training(tokenizer, _chat("Name a colour.", "Blue."))
     assert "<think>\n\n</think>" in _decode(tokenizer, tokens)
     assert _decode(tokenizer, tokens[mask]) == "Blue.<|im_end|>"
-
-
-def test_qwen3_reasoning_of_earlier_turns_is_dropped_by_the_template():
-    tokenizer = tiny_tokenizer("qwen3")
-    tokens, mask = render_training(tokenizer, _chat("One?", "<think>\nHm.\n</think>\n\nBlue.", "Two?", "Red."))
-    assert _decode(tokenizer, tokens[mask]) == "Blue.<|im_end|>Red.<|im_end|>"
 
 
 def test_template_arguments_reach_the_template():
@@ -165,8 +224,6 @@ def test_ids_beyond_the_embedding_are_named():
     render(tokenizer, TWO_TURNS[:1], add_generation_prompt=True, embedding_rows=largest + 1)
     with pytest.raises(ValueError, match=rf"token id {largest} \('<\|im_end\|>'\).* {largest} rows"):
         render(tokenizer, TWO_TURNS[:1], add_generation_prompt=True, embedding_rows=largest)
-    with pytest.raises(ValueError, match=f"{largest} rows"):
-        render_training(tokenizer, TWO_TURNS, embedding_rows=largest)
 
 
 def test_chat_to_train_on_ends_with_an_answer():

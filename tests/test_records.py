@@ -8,6 +8,7 @@ import pytest
 from tiny_tokenizer import tiny_tokenizer
 
 from dflash_jax.data import records, rows
+from dflash_jax.data.turns import TurnRenderer
 
 USER = {"role": "user", "content": "Name a colour."}
 ANSWER = {"role": "assistant", "content": "Blue."}
@@ -16,7 +17,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 BAD = {
     "[]": "a list and not an object",
     '{"messages": []}': '"messages" is empty',
-    '{"text": "hello"}': '"messages" is not a list',
+    '{"messages": {"role": "user"}}': '"messages" is not a list',
+    '{"text": "hello"}': 'none of the fields "messages", ',
     json.dumps({"messages": [ANSWER, USER]}): r"messages\[0\] has role 'assistant' where 'user' is due",
     json.dumps({"messages": [SYSTEM]}): "nothing but a system message",
     json.dumps({"messages": [USER, USER]}): r"messages\[1\] has role 'user' where 'assistant' is due",
@@ -69,12 +71,12 @@ def test_one_row_of_another_encoding_does_not_stop_the_reading(tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_bytes(b'{"messages": "\xff"}\n' + json.dumps({"messages": [USER]}).encode())
     kept, report = records.read_prompts(path)
-    assert len(kept) == 1 and str(report.skipped[0]) == "line 1: not UTF-8 text"
+    assert len(kept) == 1 and str(report.skipped[0]) == "row 1: not UTF-8 text"
 
 
 def test_strict_raises_and_names_the_rows(tmp_path):
     path = _write(tmp_path / "chats.jsonl", [json.dumps({"messages": [USER]}), "[]", "{"])
-    with pytest.raises(records.BadRowsError, match=r"(?s)2 bad rows.*line 2: a list.*line 3: broken JSON"):
+    with pytest.raises(records.BadRowsError, match=r"(?s)2 bad rows.*row 2: a list.*row 3: broken JSON"):
         records.read_prompts(path, strict=True)
     fine = _write(tmp_path / "fine.jsonl", [json.dumps({"messages": [USER]})])
     assert len(records.read_prompts(fine, strict=True)[0]) == 1
@@ -85,8 +87,11 @@ def test_table_counts_reasons_and_lists_no_more_than_twenty_rows(tmp_path):
     table = records.read_prompts(path)[1].table()
     lines = [" ".join(line.split()) for line in table.splitlines()]
     assert lines[1:3] == ["rows read 27", "rows kept 1"]
-    assert 'skipped: a list and not an object with "messages" 25' in lines and "skipped: broken JSON 1" in lines
-    assert sum(line.startswith("line ") for line in lines) == 20 and lines[-1] == "… and 6 more"
+    assert lines[3:5] == [
+        'skipped: a list and not an object with "messages" 25 rows 2, 3, 4, 5, 6, …',
+        "skipped: broken JSON 1 row 27",
+    ]
+    assert sum(line.startswith("row ") for line in lines) == 20 and lines[-1] == "… and 6 more"
 
 
 def test_answer_at_the_end_of_a_prompt_row_is_dropped_and_needed_in_a_conversation(tmp_path):
@@ -94,7 +99,7 @@ def test_answer_at_the_end_of_a_prompt_row_is_dropped_and_needed_in_a_conversati
     assert [row.messages for row in records.read_prompts(path)[0]] == [[USER], [USER]]
     kept, report = records.read_conversations(path)
     assert [row.messages for row in kept] == [[USER, ANSWER]]
-    assert str(report.skipped[0]) == "line 2: the last message is not the assistant's"
+    assert str(report.skipped[0]) == "row 2: the last message is not the assistant's"
 
 
 @pytest.mark.parametrize(
@@ -168,8 +173,35 @@ def test_rows_from_text_render_the_chat_and_report_what_the_template_refuses():
     chats = [
         records.Conversation(1, "a", None, [USER, ANSWER]),
         records.Conversation(2, "b", None, [SYSTEM, USER, ANSWER]),
+        records.Conversation(3, "c", None, [USER, ANSWER, USER, ANSWER]),
+        records.TokenisedRow(4, "d", None, np.arange(5), np.arange(5) > 2),
+        _chat([1], [2, 3]),
     ]
-    (row,), report = rows.rows_from_text(tokenizer, chats, max_length=100)
-    assert tokenizer.decode(row.tokens[row.loss_mask]) == "Blue.<|im_end|>"
-    assert report.rows_in == 2 and str(report.skipped[0]).startswith("line 2 (b): the chat template of 'tiny-qwen3'")
+    report = records.ReadReport("x", rows_in=len(chats))
+    off = {"enable_thinking": False}
+    renderer = TurnRenderer(tokenizer, template_arguments=off)
+    made = list(rows.make_rows(chats, report, max_length=100, embedding_rows=1000, renderer=renderer))
+    assert [[row.id for row in found] for _, found in made] == [["a"], ["c.0", "c.1"], ["d"], ["a"]]
+    for _, found in made[:2]:
+        assert tokenizer.decode(found[0].tokens[found[0].loss_mask]) == "Blue.<|im_end|>"
+    assert made[2][1][0].tokens.tolist() == [0, 1, 2, 3, 4] and made[2][1][0].loss_mask.sum() == 2
+    assert str(report.skipped[0]).startswith("row 2 (b): the chat template of 'tiny-qwen3'")
     assert "no system role" in report.skipped[0].reason
+    assert report.rows_in == report.rows_out + len(report.skipped) == 5
+    assert report.notes == {rows.REWRITTEN: 1}
+    with pytest.raises(ValueError, match=r"row 1 \(a\) is text"):
+        list(rows.make_rows(chats[:1], report, max_length=100))
+
+
+def test_rows_that_differ_from_serving_are_noted_and_answers_beyond_the_cut_counted():
+    tokenizer = tiny_tokenizer("qwen3")
+    chats = [records.Conversation(1, "a", None, [USER, ANSWER, USER, ANSWER])]
+    report = records.ReadReport("x", rows_in=1)
+    ((_, (row,)),) = rows.make_rows(chats, report, max_length=100, renderer=TurnRenderer(tokenizer))
+    assert report.notes == {rows.NOT_AS_SERVED: 1} and row.id == "a"
+    report = records.ReadReport("x", rows_in=1)
+    off = TurnRenderer(tokenizer, template_arguments={"enable_thinking": False})
+    short, long = (len(row.tokens) for row in off.tokenise([off.render(chats[0].messages)])[0])
+    ((_, (row,)),) = rows.make_rows(chats, report, max_length=(short + long) // 2, renderer=off)
+    assert [n for text, n in report.notes.items() if text.startswith("answers left out: fewer than 2")] == [1]
+    assert (report.rows_out, len(report.lengths), report.supervised) == (1, 1, int(row.loss_mask.sum()))

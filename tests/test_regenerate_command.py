@@ -43,7 +43,7 @@ def test_command_writes_the_greedy_answers_of_the_target(target, tmp_path):
     arguments += [f"--max_new_tokens={BUDGET}", '--template_arguments={"enable_thinking": false}']
 
     refused = _run(*arguments, "--strict")
-    assert refused.returncode == 1 and 'line 3: "messages" is empty' in refused.stderr and not out.exists()
+    assert refused.returncode == 1 and 'row 3: "messages" is empty' in refused.stderr and not out.exists()
 
     done = _run(*arguments)
     assert done.returncode == 0, done.stderr
@@ -64,7 +64,7 @@ def test_command_writes_the_greedy_answers_of_the_target(target, tmp_path):
         assert row.answer_ids == expected[0, len(prompt) :].tolist()
         assert row.finish_reason == ("stop" if row.answer_ids[-1] == tokenizer.eos_token_id else "length")
     table = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert {"rows read 6", "rows kept 5", 'skipped: "messages" is empty 1'} <= set(table)
+    assert {"rows read 6", "rows kept 5", 'skipped: "messages" is empty 1 row 3'} <= set(table)
     meta = json.loads(Path(f"{out}.meta.json").read_text())
     assert meta["template_arguments"] == {"enable_thinking": False} and meta["temperature"] == 0.0
 

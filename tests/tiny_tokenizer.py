@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tokenizers import (
     AddedToken,
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -19,6 +20,11 @@ _CORPUS = [
     "Hello there, how are you? I am fine.",
     "Name a colour. Blue. And another? Red.",
 ]
+# How Llama 3 and Qwen split text before merging, as published: line breaks stay together whatever follows them.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _LLAMA3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
@@ -29,7 +35,7 @@ def tiny_tokenizer(family: str, template: str | None = None) -> PreTrainedTokeni
     As published: Qwen has no beginning of sequence, SmolLM2 calls <|im_start|> so but adds none, Llama 3 adds one.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = _pre_tokenizer(family)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(_CORPUS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
@@ -48,3 +54,12 @@ def tiny_tokenizer(family: str, template: str | None = None) -> PreTrainedTokeni
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, name_or_path=f"tiny-{family}", **roles)
     fast.chat_template = (TEMPLATES / f"{family}.jinja").read_text() if template is None else template
     return fast
+
+
+def _pre_tokenizer(family: str) -> pre_tokenizers.PreTokenizer:
+    if family == "smollm2":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    pattern = _SPLIT.replace("{1,3}", "") if family.startswith("qwen") else _SPLIT
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

@@ -87,7 +87,7 @@ def load_target(source: str | Path, *, dtype: str | None = "float32") -> LoadedT
     config = parse_target_config(raw_config)
     with TensorFolder(folder) as tensors:
         model = _read_target(config, tensors, dtype)
-    tokenizer = _load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     return LoadedTarget(
         model=model,
         config=config,
@@ -198,7 +198,8 @@ def _read_target(config: TargetConfig, tensors: TensorFolder, dtype: str | None)
     return model
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of a checkpoint folder, or None when it has no tokenizer.json."""
     if not (folder / "tokenizer.json").exists():
         return None
     # the class that takes tokenizer.json as it is; family classes of transformers 5 rebuild parts of it

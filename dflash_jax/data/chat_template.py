@@ -6,6 +6,7 @@ without a word, so that a template probing for `__class__` would merely render s
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,6 +77,21 @@ def render_text(
     return text
 
 
+def arguments_from_flag(text: str) -> dict[str, Any]:
+    """Template arguments from the text of the flag --template_arguments.
+
+    Raises:
+      ValueError: it is not a JSON object.
+    """
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--template_arguments={text!r} is not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ValueError(f'--template_arguments={text!r} is not a JSON object such as {{"enable_thinking": false}}')
+    return arguments
+
+
 def check_safe(tokenizer) -> None:
     """Refuses a tokenizer whose chat templates reach for Python internals.
 
@@ -113,10 +129,16 @@ def _private_names(template: str) -> tuple[str, ...]:
 
 def _check_arguments(tokenizer, arguments: Mapping[str, Any]) -> None:
     # A template variable called "tokenize" would otherwise switch the tokenizer's own behaviour.
-    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
-    clashing = sorted((taken - {"tools", "documents", "kwargs"}) & set(arguments))
+    clashing = sorted(_parameters(type(tokenizer)) & set(arguments))
     if clashing:
         raise ChatTemplateError(
             f"template_arguments may not set {', '.join(clashing)}; it is for variables of the template, "
             "such as enable_thinking"
         )
+
+
+@functools.lru_cache(maxsize=8)
+def _parameters(kind: type) -> frozenset[str]:
+    """Names that a tokenizer's apply_chat_template keeps for itself."""
+    taken = set(inspect.signature(kind.apply_chat_template).parameters) | {"messages"}
+    return frozenset(taken - {"tools", "documents", "kwargs", "self"})

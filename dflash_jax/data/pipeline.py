@@ -1,11 +1,10 @@
 """Training rows to batches of few shapes, in an order that a seed decides and a small state resumes exactly.
 
-grain shuffles and resumes too, but groups rows by arrival; here the whole epoch is planned from (seed, epoch), so every
-batch holds rows of one padded length, all batches are full, and the state is two integers.
+The whole epoch is planned from (seed, epoch), so every batch holds rows of one padded length, all batches are full, and
+the state is two integers. Batches are made of rows in memory here, and of prepared sets, by grain, in loader.py.
 """
 
-import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypedDict
 
 import numpy as np
@@ -22,19 +21,19 @@ class Batch(TypedDict):
     row_index_B: np.ndarray
 
 
-class Batches(Iterator[Batch]):
-    """An endless iterator over batches, epoch after epoch.
+class EpochPlan:
+    """Which rows stand together in which batch, for every epoch; known from the lengths of the rows alone.
 
     A row is padded to the shortest bucket that holds it. Rows left over in a bucket, fewer than a batch, move up to the
-    next; what is left in the last, len(rows) modulo rows_per_step, sits this epoch out. Every epoch shuffles anew, so
-    these are other rows each time. Rows occur at most once an epoch, and the order of batches is shuffled too.
+    next; what is left in the last, len(lengths) modulo rows_per_step, sits this epoch out. Every epoch shuffles anew,
+    so these are other rows each time. Rows occur at most once an epoch, and the order of batches is shuffled too.
     """
 
-    def __init__(self, rows: Sequence[TrainingRow], rows_per_step: int, length_buckets: Sequence[int], seed: int = 0):
-        """Prepares the first epoch.
+    def __init__(self, lengths: Sequence[int], rows_per_step: int, length_buckets: Sequence[int], seed: int = 0):
+        """Sorts the rows into buckets.
 
         Args:
-          rows: token ids and loss mask of each chat.
+          lengths: tokens of each row.
           rows_per_step: rows of a batch.
           length_buckets: padded lengths, ascending; each is one shape to compile for.
           seed: decides the order of every epoch.
@@ -42,19 +41,65 @@ class Batches(Iterator[Batch]):
         Raises:
           ValueError: a row is longer than the last bucket, there are too few rows, or the buckets don't ascend.
         """
-        _check(rows, rows_per_step, length_buckets)
-        self._rows = rows
-        self._rows_per_step = rows_per_step
-        self._buckets = tuple(length_buckets)
+        _check(lengths, rows_per_step, length_buckets)
+        self.rows_per_step = rows_per_step
+        self.buckets = tuple(length_buckets)
         self._seed = seed
-        self._bucket_of_row = [bisect.bisect_left(self._buckets, len(row.tokens)) for row in rows]
+        self._bucket_of_row = np.searchsorted(self.buckets, lengths).tolist()
+        self.steps_per_epoch = len(lengths) // rows_per_step
+
+    def batches(self, epoch: int) -> list[tuple[int, list[int]]]:
+        """(padded length, row indices) of every batch of an epoch, in order."""
+        rng = np.random.default_rng([self._seed, epoch])
+        waiting: list[list[int]] = [[] for _ in self.buckets]
+        for row in rng.permutation(len(self._bucket_of_row)).tolist():
+            waiting[self._bucket_of_row[row]].append(row)
+        plan = []
+        left_over: list[int] = []
+        for length, rows in zip(self.buckets, waiting, strict=True):
+            rows = left_over + rows
+            full = len(rows) - len(rows) % self.rows_per_step
+            plan += [(length, rows[i : i + self.rows_per_step]) for i in range(0, full, self.rows_per_step)]
+            left_over = rows[full:]
+        return [plan[i] for i in rng.permutation(len(plan))]
+
+    def check_state(self, state: Mapping[str, int]) -> tuple[int, int]:
+        """(epoch, position) of a saved state.
+
+        Raises:
+          ValueError: the state does not belong to these rows and this batch size.
+        """
+        epoch, position = state["epoch"], state["position"]
+        if epoch < 0 or not 0 <= position < self.steps_per_epoch:
+            raise ValueError(
+                f"data position {dict(state)} lies outside the {self.steps_per_epoch} steps of an epoch; it was saved "
+                "with other rows or another rows_per_step"
+            )
+        return epoch, position
+
+
+class Batches(Iterator[Batch]):
+    """An endless iterator over batches of rows in memory, epoch after epoch; see EpochPlan for what they hold."""
+
+    def __init__(self, rows: Sequence[TrainingRow], rows_per_step: int, length_buckets: Sequence[int], seed: int = 0):
+        """Prepares the first epoch.
+
+        Args:
+          rows: token ids and loss mask of each chat.
+          rows_per_step, length_buckets, seed: as for EpochPlan.
+
+        Raises:
+          ValueError: a row is longer than the last bucket, there are too few rows, or the buckets don't ascend.
+        """
+        self._epochs = EpochPlan([len(row.tokens) for row in rows], rows_per_step, length_buckets, seed)
+        self._rows = rows
         self._start_epoch(0)
         self._position = 0
 
     @property
     def steps_per_epoch(self) -> int:
         """Batches of one epoch; the same for every epoch."""
-        return len(self._rows) // self._rows_per_step
+        return self._epochs.steps_per_epoch
 
     def state(self) -> dict[str, int]:
         """Where the next batch stands: {"epoch", "position"}. Save it with the checkpoint."""
@@ -66,52 +111,33 @@ class Batches(Iterator[Batch]):
         Raises:
           ValueError: the state does not belong to these rows and this batch size.
         """
-        epoch, position = state["epoch"], state["position"]
-        if epoch < 0 or not 0 <= position < self.steps_per_epoch:
-            raise ValueError(
-                f"data position {state} lies outside the {self.steps_per_epoch} steps of an epoch; it was saved with "
-                "other rows or another rows_per_step"
-            )
+        epoch, position = self._epochs.check_state(state)
         self._start_epoch(epoch)
         self._position = position
 
     def __next__(self) -> Batch:
         """Returns the next batch."""
-        bucket, indices = self._plan[self._position]
+        length, indices = self._plan[self._position]
         self._position += 1
         if self._position == self.steps_per_epoch:
             self._start_epoch(self._epoch + 1)
             self._position = 0
-        return collate(self._rows, indices, self._buckets[bucket])
+        return collate(self._rows, indices, length)
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        self._plan = self._plan_epoch(epoch)
-
-    def _plan_epoch(self, epoch: int) -> list[tuple[int, list[int]]]:
-        """(bucket, row indices) of every batch of an epoch, in order."""
-        rng = np.random.default_rng([self._seed, epoch])
-        waiting: list[list[int]] = [[] for _ in self._buckets]
-        for row in rng.permutation(len(self._rows)).tolist():
-            waiting[self._bucket_of_row[row]].append(row)
-        plan = []
-        left_over: list[int] = []
-        for bucket, rows in enumerate(waiting):
-            rows = left_over + rows
-            full = len(rows) - len(rows) % self._rows_per_step
-            plan += [(bucket, rows[i : i + self._rows_per_step]) for i in range(0, full, self._rows_per_step)]
-            left_over = rows[full:]
-        return [plan[i] for i in rng.permutation(len(plan))]
+        self._plan = self._epochs.batches(epoch)
 
 
 def collate(rows: Sequence[TrainingRow], indices: Sequence[int], length: int) -> Batch:
     """Pads the rows of the given indices to `length` and stacks them, with their lengths and indices."""
+    found = [rows[index] for index in indices]  # each is read once: rows may lie on disk
     tokens_BT = np.zeros((len(indices), length), np.int32)
     loss_mask_BT = np.zeros((len(indices), length), bool)
-    length_B = np.asarray([len(rows[index].tokens) for index in indices], np.int32)
-    for slot, index in enumerate(indices):
-        tokens_BT[slot, : length_B[slot]] = rows[index].tokens
-        loss_mask_BT[slot, : length_B[slot]] = rows[index].loss_mask
+    length_B = np.asarray([len(row.tokens) for row in found], np.int32)
+    for slot, row in enumerate(found):
+        tokens_BT[slot, : length_B[slot]] = row.tokens
+        loss_mask_BT[slot, : length_B[slot]] = row.loss_mask
     return Batch(
         tokens_BT=tokens_BT,
         loss_mask_BT=loss_mask_BT,
@@ -120,16 +146,16 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int], length: int) ->
     )
 
 
-def _check(rows: Sequence[TrainingRow], rows_per_step: int, length_buckets: Sequence[int]) -> None:
+def _check(lengths: Sequence[int], rows_per_step: int, length_buckets: Sequence[int]) -> None:
     if rows_per_step < 1:
         raise ValueError(f"rows_per_step={rows_per_step} must be at least 1")
-    if len(rows) < rows_per_step:
-        raise ValueError(f"{len(rows)} rows are too few for one batch of rows_per_step={rows_per_step}")
+    if len(lengths) < rows_per_step:
+        raise ValueError(f"{len(lengths)} rows are too few for one batch of rows_per_step={rows_per_step}")
     if not length_buckets or length_buckets[0] < 1 or list(length_buckets) != sorted(set(length_buckets)):
         raise ValueError(f"length_buckets={tuple(length_buckets)} must be positive lengths in ascending order")
-    longest = max(rows, key=lambda row: len(row.tokens))
-    if len(longest.tokens) > length_buckets[-1]:
+    longest = int(np.argmax(lengths))
+    if lengths[longest] > length_buckets[-1]:
         raise ValueError(
-            f"row {longest.id} has {len(longest.tokens)} tokens and the last of length_buckets={tuple(length_buckets)} "
-            "is shorter; truncate rows to it, or add a longer bucket"
+            f"row {longest} has {lengths[longest]} tokens and the last of length_buckets={tuple(length_buckets)} is "
+            "shorter; truncate rows to it, or add a longer bucket"
         )

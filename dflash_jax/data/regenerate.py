@@ -25,6 +25,7 @@ from absl import app, flags
 
 from dflash_jax.data import chat, chat_template
 from dflash_jax.data.answer_log import Answer, AnswerLog, check_same_settings
+from dflash_jax.data.provenance import meta_path, tokenizer_hash
 from dflash_jax.data.records import Conversation, ReadReport, SkippedRow, read_prompts
 
 # Prompts are sorted by length inside windows of this many batches: little padding, and progress that can be trusted.
@@ -165,11 +166,6 @@ def finished_rows(
     return rows
 
 
-def meta_path(out: str | Path) -> Path:
-    """Where the settings and counts of the file `out` are kept."""
-    return Path(f"{out}.meta.json")
-
-
 def write_finished(out: Path, rows: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> None:
     """Writes rows and meta file; `out` appears whole and last, so that where it exists it is complete."""
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
@@ -257,12 +253,6 @@ def _counts(rows: Sequence[Mapping[str, Any]], report: ReadReport) -> dict[str, 
     }
 
 
-def tokenizer_hash(tokenizer) -> str:
-    """A hash of a fast tokenizer's vocabulary, merges, special tokens and chat template."""
-    template = json.dumps(tokenizer.chat_template, sort_keys=True)
-    return hashlib.sha256((tokenizer.backend_tokenizer.to_str() + template).encode()).hexdigest()
-
-
 def _define_flags() -> None:
     # Not at import: importing this module must not claim flag names in other programs.
     flags.DEFINE_string("target", None, "Hugging Face folder or hub id, or smollm2-135m-instruct.", required=True)
@@ -279,20 +269,10 @@ def _define_flags() -> None:
     flags.DEFINE_integer("limit", None, "Use no more than so many rows of --prompts.", lower_bound=1)
 
 
-def _template_arguments(text: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"--template_arguments={text!r} is not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise ValueError(f'--template_arguments={text!r} is not a JSON object such as {{"enable_thinking": false}}')
-    return arguments
-
-
 def _run(flag: flags.FlagValues) -> str:
     if not flag.out.endswith((".jsonl", ".jsonl.gz")):
         raise ValueError(f"--out={flag.out} is not a .jsonl or .jsonl.gz file")
-    arguments = _template_arguments(flag.template_arguments)
+    arguments = chat_template.arguments_from_flag(flag.template_arguments)
     conversations, report = read_prompts(flag.prompts, strict=flag.strict, limit=flag.limit)
 
     # Imported here: `data` itself knows no model, only this command does; and wrong flags are told without the wait.

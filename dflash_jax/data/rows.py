@@ -1,16 +1,27 @@
 """Training rows: token ids with a loss mask, cut to a length, and only those that teach something."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from dflash_jax.data.chat import render_training
-from dflash_jax.data.records import Chat, Conversation, ReadReport, RowError, SkippedRow
+from dflash_jax.data.formats import supervised_ids
+from dflash_jax.data.records import Chat, Conversation, ReadReport, RowError, SkippedRow, TokenisedRow
+from dflash_jax.data.turns import ChatRow, TurnRenderer
 
 # An anchor is a supervised token whose successor is supervised too; with fewer there is none.
 MIN_SUPERVISED = 2
+# Chats tokenised together: enough to make use of several cores, few enough to be no matter of memory.
+TOGETHER = 256
+
+Source = Conversation | Chat | TokenisedRow
+
+REWRITTEN = "chats that gave several rows, because the template rewrites what is past"
+NOT_AS_SERVED = (
+    "rows in which the template puts text between the prompt of serving and the answer (an empty think block?): "
+    "give the template arguments that serving uses"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,70 +38,97 @@ def rows_from_regenerated(
 ) -> tuple[list[TrainingRow], ReadReport]:
     """Training rows of chats that the target answered: its prompt ids and its answer ids, nothing rendered anew.
 
-    Args:
-      chats: as `read_chats` gives them.
-      max_length: longer rows lose their end.
-      embedding_rows: rows of the target's embedding; a chat with an id beyond it is left out and reported.
-      source: the name that the report carries.
+    Arguments as for `make_rows`; `source` is the name that the report carries.
 
     Returns:
-      The rows, and a report of those left out: what truncation leaves without two supervised tokens, bad ids.
+      The rows, and a report of those left out.
     """
-
-    def tokens_and_mask(chat: Chat) -> tuple[np.ndarray, np.ndarray]:
-        tokens_T = np.asarray(chat.prompt_ids + chat.answer_ids, np.int64)
-        if embedding_rows is not None and tokens_T.max() >= embedding_rows:
-            raise RowError(f"a token id beyond the target's embedding of {embedding_rows} rows")
-        return tokens_T.astype(np.int32), np.arange(len(tokens_T)) >= len(chat.prompt_ids)
-
-    return _rows(chats, tokens_and_mask, max_length, source)
+    report = ReadReport(source=source, rows_in=len(chats))
+    made = make_rows(chats, report, max_length=max_length, embedding_rows=embedding_rows)
+    return [row for _, rows in made for row in rows], report
 
 
-def rows_from_text(
-    tokenizer,
-    chats: Sequence[Conversation],
+def make_rows(
+    sources: Iterable[Source],
+    report: ReadReport,
     *,
     max_length: int,
-    template_arguments: Mapping[str, Any] | None = None,
     embedding_rows: int | None = None,
-    source: str = "chats",
-) -> tuple[list[TrainingRow], ReadReport]:
-    """Training rows of chats whose answers are known as text only; a chat that can't be rendered is reported.
+    renderer: TurnRenderer | None = None,
+) -> Iterator[tuple[Source, list[TrainingRow]]]:
+    """Yields the training rows of each chat, in order; a chat that gives none is reported.
 
-    Further arguments as for `chat.render_training` and `rows_from_regenerated`.
+    Args:
+      sources: what `records.iterate` gives; regenerated and tokenised rows are taken as they are.
+      report: all but rows_in is brought up to date.
+      max_length: longer rows lose their end; what is left without two supervised tokens in a row is left out.
+      embedding_rows: rows of the target's embedding; a chat with an id beyond it is left out.
+      renderer: for conversations whose answers are known as text only.
+
+    Raises:
+      ValueError: max_length is too short for any row, or a conversation came without a renderer.
     """
-
-    def tokens_and_mask(chat: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        try:
-            return render_training(
-                tokenizer, chat.messages, template_arguments=template_arguments, embedding_rows=embedding_rows
-            )
-        except ValueError as error:
-            raise RowError(str(error)) from error
-
-    return _rows(chats, tokens_and_mask, max_length, source)
-
-
-def _rows(
-    chats: Sequence[Conversation],
-    tokens_and_mask: Callable[[Any], tuple[np.ndarray, np.ndarray]],
-    max_length: int,
-    source: str,
-) -> tuple[list[TrainingRow], ReadReport]:
     if max_length < MIN_SUPERVISED:
         raise ValueError(f"max_length={max_length} is too short for a row; it must be at least {MIN_SUPERVISED}")
-    report = ReadReport(source=source, rows_in=len(chats))
-    rows = []
-    for chat in chats:
-        try:
-            tokens_T, mask_T = tokens_and_mask(chat)
-            if not (mask_T[:max_length][:-1] & mask_T[:max_length][1:]).any():
-                where = f" in its first {max_length} tokens" if len(tokens_T) > max_length else ""
-                raise RowError(f"fewer than {MIN_SUPERVISED} supervised tokens in a row{where}")
-        except RowError as error:
-            report.skipped.append(SkippedRow(chat.line, chat.id, str(error)))
+    sources = iter(sources)
+    while together := list(itertools.islice(sources, TOGETHER)):
+        for source, made in zip(together, _tokenised(together, renderer), strict=True):
+            try:
+                if isinstance(made, ValueError):
+                    raise made
+                rows = _cut(source, made, report, max_length, embedding_rows)
+            except ValueError as error:
+                report.skipped.append(SkippedRow(source.line, source.id, str(error)))
+                continue
+            report.rows_out += 1
+            report.note(REWRITTEN, len(made) > 1)
+            report.note(NOT_AS_SERVED, sum(not row.as_served for row in made))
+            yield source, rows
+
+
+def _tokenised(sources: Sequence[Source], renderer: TurnRenderer | None) -> list[list[ChatRow] | ValueError]:
+    """The rows of each source before they are cut, or why there are none."""
+    result: list[list[ChatRow] | ValueError | None] = []
+    rendered = []
+    for source in sources:
+        if isinstance(source, Chat):
+            tokens_T, mask_T = supervised_ids(source.prompt_ids, source.answer_ids)
+            result.append([ChatRow(tokens_T, mask_T, as_served=True)])
+        elif isinstance(source, TokenisedRow):
+            result.append([ChatRow(source.tokens, source.loss_mask, as_served=True)])
+        elif renderer is None:
+            raise ValueError(f"row {source.line} ({source.id}) is text and has to be rendered; give the tokenizer")
+        else:
+            try:
+                rendered.append(renderer.render(source.messages))
+                result.append(None)
+            except ValueError as error:
+                result.append(error)
+    tokenised = iter(renderer.tokenise(rendered) if renderer else [])
+    return [next(tokenised) if rows is None else rows for rows in result]
+
+
+def _cut(
+    source: Source, made: list[ChatRow], report: ReadReport, max_length: int, embedding_rows: int | None
+) -> list[TrainingRow]:
+    """The rows of one chat that teach something, at their final length, counted.
+
+    Raises:
+      RowError: there are none, or a token id is not of the target's.
+    """
+    if embedding_rows is not None and any(row.tokens.max() >= embedding_rows for row in made):
+        raise RowError(f"a token id beyond the target's embedding of {embedding_rows} rows")
+    rows, too_short = [], ""
+    for number, row in enumerate(made):
+        tokens_T, mask_T = row.tokens[:max_length].astype(np.int32), row.loss_mask[:max_length]
+        truncated = len(row.tokens) > max_length
+        if not (mask_T[:-1] & mask_T[1:]).any():
+            where = f" in its first {max_length} tokens" if truncated else ""
+            too_short = f"fewer than {MIN_SUPERVISED} supervised tokens in a row{where}"
             continue
-        report.truncated += len(tokens_T) > max_length
-        rows.append(TrainingRow(chat.id, tokens_T[:max_length], mask_T[:max_length]))
-    report.rows_out = len(rows)
-    return rows, report
+        report.add(len(tokens_T), int(mask_T.sum()), truncated)
+        rows.append(TrainingRow(source.id if len(made) == 1 else f"{source.id}.{number}", tokens_T, mask_T))
+    if not rows:
+        raise RowError(too_short)
+    report.note(f"answers left out: {too_short}", len(made) - len(rows))
+    return rows

@@ -5,8 +5,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import hashlib
+import json
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,8 +17,11 @@ import numpy as np
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_target
 from dflash_jax.checkpoints.training_state import has_checkpoint
 from dflash_jax.config import ConfigError, ExperimentConfig, TrainingConfig
+from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.pipeline import Batches, collate
-from dflash_jax.data.records import Chat, read_chats
+from dflash_jax.data.prepared import PreparedSplit, is_prepared, row_bytes
+from dflash_jax.data.provenance import check_made_for, meta_path, tokenizer_hash
+from dflash_jax.data.records import read_chats
 from dflash_jax.data.rows import TrainingRow, rows_from_regenerated
 from dflash_jax.evaluation.heldout import acceptance_by_decoding, fixed_anchor_report
 from dflash_jax.models.family import DrafterConfig
@@ -47,30 +52,38 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
         target = load_target(model.target, dtype=model.target_dtype)
     except ValueError as error:
         raise ConfigError(f"model.target={model.target!r}: {error}") from error
-    _, rows = _rows(data.train_file, "data.train_file", experiment, target)
-    rows = rows[: data.max_rows]
+    rows = training_rows(data.train_file, "data.train_file", experiment, target, split="train")
+    per_step, seed = experiment.training.rows_per_step, experiment.training.seed
     try:
-        batches = Batches(rows, experiment.training.rows_per_step, data.length_buckets, experiment.training.seed)
+        if isinstance(rows, PreparedSplit):
+            fingerprint = rows.sha256
+            batches = PreparedBatches(rows, per_step, data.length_buckets, seed, max_rows=data.max_rows)
+            lengths = rows.lengths[: data.max_rows].tolist()
+        else:
+            rows = rows[: data.max_rows]
+            fingerprint = rows_fingerprint(rows)
+            batches = Batches(rows, per_step, data.length_buckets, seed)
+            lengths = [len(row.tokens) for row in rows]
     except ValueError as error:
         raise ConfigError(f"data.train_file={data.train_file!r}: {error}") from error
     experiment = _with_steps(experiment, batches)
     config, drafter = starting_drafter(experiment, target)
-    _announce(experiment, target, config, drafter, rows)
+    _announce(experiment, target, config, drafter, lengths)
     training = experiment.training
     features = make_features(
         *(training.feature_cache, target.model, config.target_layer_ids),
         with_hidden=model.initialisation == "regression" or training.loss == "teacher",
     )
     if _starts_by_regression(experiment):
-        singles = [collate(rows, [i], _bucket(len(row.tokens), data.length_buckets)) for i, row in enumerate(rows)]
+        singles = [collate(rows, [i], _bucket(length, data.length_buckets)) for i, length in enumerate(lengths)]
         moments = row_moments(singles, features, target.model.embedding[...])
         drafter = drafter_by_regression(config, target.model, *moments, training.seed)
     return Trainer(
         *(experiment, target, config, drafter, batches),
         HeldOut(experiment, target, config) if data.heldout_file else None,
         features=features,
-        tables=_tables(training, target, rows),
-        data_fingerprint=rows_fingerprint(rows),
+        tables=_tables(training, target, rows, len(lengths)),
+        data_fingerprint=fingerprint,
     )
 
 
@@ -84,19 +97,21 @@ def _starts_by_regression(experiment: ExperimentConfig) -> bool:
     )
 
 
-def _tables(training: TrainingConfig, target: LoadedTarget, rows: list[TrainingRow]) -> VocabularyTables:
-    """The vocabulary tables of training, with the shortlist of the rows' tokens where the loss uses one."""
+def _tables(
+    training: TrainingConfig, target: LoadedTarget, rows: Sequence[TrainingRow], count: int
+) -> VocabularyTables:
+    """The vocabulary tables of training, with a shortlist from the first `count` rows where the loss uses one."""
     shortlist = None
     if training.loss == "teacher":
-        shortlist = target.model.head_VD[shortlist_tokens(rows, training.loss_tokens)]
+        shortlist = target.model.head_VD[shortlist_tokens([rows[i] for i in range(count)], training.loss_tokens)]
     return VocabularyTables(target.model.embedding[...], target.model.head_VD, shortlist)
 
 
-def rows_fingerprint(rows: list[TrainingRow]) -> str:
+def rows_fingerprint(rows: Sequence[TrainingRow]) -> str:
     """Tells rows of training data apart, by tokens, masks and order."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(np.int64(len(row.tokens)).tobytes() + row.tokens.tobytes() + row.loss_mask.tobytes())
+        digest.update(row_bytes(row))
     return digest.hexdigest()
 
 
@@ -105,9 +120,8 @@ class HeldOut:
 
     def __init__(self, experiment: ExperimentConfig, target: LoadedTarget, config: DrafterConfig):
         self.part, self.target = experiment.evaluation, target
-        chats, rows = _rows(experiment.data.heldout_file, "data.heldout_file", experiment, target)
-        usable = {row.id for row in rows}
-        self.prompts = [chat.prompt_ids for chat in chats if chat.id in usable][: self.part.decode_prompts]
+        rows = training_rows(experiment.data.heldout_file, "data.heldout_file", experiment, target, split="heldout")
+        self.prompts = [last_prompt(row) for row in rows[: self.part.decode_prompts]]
         self.batches = _fixed_batches(rows[: self.part.rows], experiment)
         self.settings = step_settings(experiment, config)._replace(anchors=self.part.anchors_per_row, teacher=False)
         self.tables = VocabularyTables(target.model.embedding[...], target.model.head_VD)
@@ -130,10 +144,23 @@ class HeldOut:
         return metrics
 
 
-def _rows(
-    path: str, field: str, experiment: ExperimentConfig, target: LoadedTarget
-) -> tuple[list[Chat], list[TrainingRow]]:
+def training_rows(
+    path: str, field: str, experiment: ExperimentConfig, target: LoadedTarget, *, split: str
+) -> Sequence[TrainingRow]:
+    """The rows of a file of regenerated chats, or a split of a prepared set.
+
+    Raises:
+        ConfigError: they can't be read, or were made for another target; the message names the field.
+    """
     try:
+        if is_prepared(path):
+            rows = PreparedSplit(path, split)
+            _check_made_for(rows.provenance, path, experiment, target)
+            return rows
+        if meta_path(path).is_file():
+            # Not the tokenizer: its hash changes with the library that reads it, and the ids are the target's own.
+            made_for = json.loads(meta_path(path).read_text()) | {"tokenizer_sha256": None}
+            _check_made_for(made_for, path, experiment, target)
         chats, report = read_chats(path)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{field}={path!r}: {error}") from error
@@ -145,10 +172,22 @@ def _rows(
             logger.info("%s", part.table())
     if not rows:
         raise ConfigError(f"{field}={path!r}: no row of it can be trained on\n{row_report.table()}")
-    return chats, rows
+    return rows
 
 
-def _fixed_batches(rows: list[TrainingRow], experiment: ExperimentConfig) -> list:
+def last_prompt(row: TrainingRow) -> list[int]:
+    """What precedes the last answer of a row, which is what serving sees."""
+    unsupervised = np.flatnonzero(~row.loss_mask[: np.flatnonzero(row.loss_mask)[-1]])
+    return row.tokens[: unsupervised[-1] + 1].tolist() if len(unsupervised) else []
+
+
+def _check_made_for(made_for: dict, path: str, experiment: ExperimentConfig, target: LoadedTarget) -> None:
+    if not experiment.data.allow_other_target:
+        hashed = tokenizer_hash(target.tokenizer) if target.tokenizer is not None else None
+        check_made_for(made_for, path, target_fingerprint=target.fingerprint, tokenizer_sha256=hashed)
+
+
+def _fixed_batches(rows: Sequence[TrainingRow], experiment: ExperimentConfig) -> list:
     """Held-out rows in batches of the training shape, shortest first; a last, smaller batch is left out."""
     size = min(experiment.training.rows_per_step // experiment.training.accumulation, len(rows))
     order = sorted(range(len(rows)), key=lambda index: len(rows[index].tokens))
@@ -165,24 +204,24 @@ def _bucket(length: int, buckets: tuple[int, ...]) -> int:
     return buckets[bisect.bisect_left(buckets, length)]
 
 
-def _with_steps(experiment: ExperimentConfig, batches: Batches) -> ExperimentConfig:
+def _with_steps(experiment: ExperimentConfig, batches: Batches | PreparedBatches) -> ExperimentConfig:
     if experiment.training.steps is not None:
         return experiment
     steps = math.ceil(experiment.training.epochs * batches.steps_per_epoch)
     return dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, steps=steps))
 
 
-def _announce(experiment, target: LoadedTarget, config, drafter, rows: list[TrainingRow]) -> None:
+def _announce(experiment, target: LoadedTarget, config, drafter, lengths: Sequence[int]) -> None:
     training = experiment.training
     logger.info(
         "target %s (%d layers) · drafter %.1f M parameters, %d layers, block %d, taps %s · %d rows · "
         "%d steps of %d rows × %d anchors · %s",
         *(target.source, target.config.num_layers, parameter_count(drafter) / 1e6, config.num_layers),
-        *(config.block_size, list(config.target_layer_ids), len(rows), training.steps, training.rows_per_step),
+        *(config.block_size, list(config.target_layer_ids), len(lengths), training.steps, training.rows_per_step),
         *(training.anchors_per_row, jax.devices()[0].device_kind),
     )
     if training.feature_cache == "memory":
-        tokens = sum(_bucket(len(row.tokens), experiment.data.length_buckets) for row in rows)
+        tokens = sum(_bucket(length, experiment.data.length_buckets) for length in lengths)
         itemsize = target.model.embedding[...].dtype.itemsize
         size = feature_bytes(tokens, len(config.target_layer_ids), config.hidden_size, itemsize)
         logger.info("features are kept in memory: about %.1f GB", size / 1e9)

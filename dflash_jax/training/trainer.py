@@ -18,6 +18,7 @@ from tqdm import tqdm
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, export_drafter
 from dflash_jax.checkpoints.training_state import TrainingCheckpoints
 from dflash_jax.config import ConfigError, ExperimentConfig
+from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.pipeline import Batches
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import DrafterConfig
@@ -61,7 +62,7 @@ class Trainer:
         target: LoadedTarget,
         drafter_config: DrafterConfig,
         drafter: Drafter,
-        batches: Batches,
+        batches: Batches | PreparedBatches,
         evaluate: Evaluate | None = None,
         *,
         features: OnlineFeatures | RememberedFeatures,
