@@ -19,8 +19,16 @@ flags.DEFINE_string("drafter", None, "Drafter folder or hub id; without it, plai
 flags.DEFINE_string("prompt", None, "The user's message.", required=True)
 flags.DEFINE_integer("max_new_tokens", 128, "Most tokens to produce.", lower_bound=0)
 flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)
+flags.DEFINE_integer("top_k", None, "Sample only from so many of the likeliest tokens; 0: all.", lower_bound=0)
+flags.DEFINE_float("top_p", None, "Sample only from the likeliest tokens that together have this probability.")
 flags.DEFINE_integer("seed", 0, "For sampling.", lower_bound=0)
 flags.DEFINE_integer("width", None, "Block width, anchor included; default: the drafter's.")
+flags.DEFINE_enum(
+    "proposals",
+    "argmax",
+    ["argmax", "sampled"],
+    "Propose the drafter's likeliest tokens, or draws of it.",
+)
 flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of both models' parameters.")
 flags.DEFINE_bool("raw", False, "Take --prompt as it is, without the chat template.")
 flags.DEFINE_bool("compare", False, "Also decode autoregressively, and report both.")
@@ -35,6 +43,12 @@ def main(argv: list[str]) -> None:
     for flag, other in needed:
         if FLAGS[flag].value and not FLAGS[other].value:
             exit_with(ValueError(f"--{flag} needs --{other}"))
+    if FLAGS.proposals == "sampled" and not FLAGS.drafter:
+        exit_with(ValueError("--proposals=sampled needs --drafter"))
+    if FLAGS.require_same and FLAGS.proposals == "sampled" and FLAGS.temperature > 0:
+        exit_with(
+            ValueError("--require_same needs --proposals=argmax: sampled proposals draw other texts, equally likely")
+        )
     try:
         same = _run()
     except ValueError as error:
@@ -54,7 +68,8 @@ def _run() -> bool:
         if target.tokenizer is None:
             raise ValueError(f"target {target.source} has no tokenizer; --raw can't encode text")
         prompt = target.tokenizer.encode(FLAGS.prompt)
-    options = dict(max_new_tokens=FLAGS.max_new_tokens, temperature=FLAGS.temperature, seed=FLAGS.seed)
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "proposals")
+    options = {name: FLAGS[name].value for name in names}
     for piece in stream(target, prompt, drafter=drafter, width=FLAGS.width, **options):
         print(piece, end="", flush=True)
     print()

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from absl import app, flags
 
 from dflash_jax import load_drafter, load_target
-from dflash_jax.decoding.generate import cache_bucket
 from dflash_jax.decoding.loop import LoopSettings, prefill, run_rounds
-from dflash_jax.decoding.sampling import row_keys
-from dflash_jax.models.proposal import NoDrafter
+from dflash_jax.decoding.request import cache_bucket
+from dflash_jax.decoding.sampling import greedy_rows
+from dflash_jax.models.proposal import NoDrafter, Proposal
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("target", "smollm2-135m-instruct", "Folder, hub id, or smollm2-135m-instruct.")
@@ -65,11 +65,14 @@ def _draft(target, drafter, width: int, length: int) -> float:
     """Absorbing the last round's features and proposing: what a drafter adds to a round."""
     position = jnp.full((1,), FLAGS.prompt_length)
     shape = (1, width, len(drafter.tap_layers), drafter.config.hidden_size)
-    taps, keys = jnp.ones(shape, target.dtype), row_keys(0, 1)
+    taps = jnp.ones(shape, target.dtype)
+
+    def argmax(logits, _):
+        return Proposal(jnp.argmax(logits, -1).astype(jnp.int32), None)
 
     def step(drafter, target, cache):
         cache = drafter.absorb(cache, taps, position[:, None] - width + jnp.arange(width))
-        proposal = drafter.propose(target, cache, jnp.ones((1,), jnp.int32), position, keys, width=width)
+        proposal = drafter.propose(target, cache, jnp.ones((1,), jnp.int32), position, argmax, width=width)
         return proposal.tokens, cache
 
     donated = jax.jit(step, donate_argnums=2)
@@ -86,20 +89,20 @@ def _draft(target, drafter, width: int, length: int) -> float:
 def _round(target, drafter, width: int, length: int) -> float:
     """One round inside the compiled loop: a run of many, divided by their number."""
     prompt = jnp.ones((1, FLAGS.prompt_length), jnp.int32)
-    settings, cold = LoopSettings(width, ()), jnp.float32(0.0)
+    settings = LoopSettings(width, ())
     limit = jnp.array([length - width], jnp.int32)
     lengths = jnp.array([FLAGS.prompt_length], jnp.int32)
 
     def start():
-        arguments = (prompt, lengths, limit, row_keys(0, 1), cold)
-        state = prefill(target, drafter, *arguments, stop_tokens=(), cache_length=length)
+        arguments = (prompt, lengths, limit, greedy_rows(1))
+        state = prefill(target, drafter, *arguments, settings=settings, cache_length=length)
         return jax.block_until_ready(state)
 
     times = []
     for _ in range(FLAGS.repetitions + 1):
         state, clock = start(), time.perf_counter()
         state = jax.block_until_ready(
-            run_rounds(target, drafter, state, cold, jnp.int32(FLAGS.rounds), settings=settings)
+            run_rounds(target, drafter, state, jnp.int32(FLAGS.rounds), jnp.int32(1), settings=settings)
         )
         times.append(1e3 * (time.perf_counter() - clock) / int(state.rounds[0]))
     return statistics.median(times[1:])

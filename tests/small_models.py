@@ -112,7 +112,7 @@ class RiggedDrafter:
     def absorb(self, cache: tuple, taps_BTMD: jax.Array, positions_BT: jax.Array) -> tuple:
         return cache
 
-    def propose(self, target, cache, anchor_B, position_B, keys_B, *, width: int) -> Proposal:
+    def propose(self, target, cache, anchor_B, position_B, draw, *, width: int) -> Proposal:
         slot_V = jnp.arange(1, width)
         tokens_BV = jnp.take_along_axis(self.script_BS, position_B[:, None] + slot_V, axis=1)
         wrong_BV = (tokens_BV + 1) % self.vocab_size

@@ -151,6 +151,13 @@ def test_raw_prompts_are_taken_as_they_are(user):
         (["{drafter}", "--require_same"], "--require_same needs --compare"),
         (["--max_new_tokens=-1"], "--max_new_tokens=-1: -1 is not a non-negative integer"),
         (["--temperature=warm"], "--temperature=warm"),
+        (["--top_p=1.5"], "top_p=1.5 must be above 0 and at most 1"),
+        (["--top_k=-1"], "--top_k=-1"),
+        (["--proposals=sampled"], "--proposals=sampled needs --drafter"),
+        (
+            ["{drafter}", "--compare", "--require_same", "--proposals=sampled", "--temperature=1"],
+            "--require_same needs --proposals=argmax",
+        ),
         (["--dtype=int4"], "--dtype=int4: value should be one of <float32|bfloat16>"),
         (["--tempreature=1"], "Unknown command line flag 'tempreature'. Did you mean: temperature"),
         (["more"], "unknown arguments: more"),

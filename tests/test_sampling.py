@@ -1,58 +1,16 @@
 """Sampling: speculative decoding draws from the target's own distribution, and one seed gives one text."""
 
-import functools
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
-from small_models import random_drafter, random_prompts, random_target, rigged, script
+from exact_sampling import DRAFTER, DRAWS, PROMPT, SMALLEST_P, TARGET, V, drawn_counts, exact_joint, p_value
+from small_models import random_prompts, rigged, script
 
 from dflash_jax.decoding.acceptance import accepted_tokens, cut_at_stop
 from dflash_jax.decoding.generate import generate
-from dflash_jax.decoding.sampling import choose, row_keys
-
-V = 5
-# Its logits are spread so that a token has between 1 % and 86 %: neither uniform nor certain.
-TARGET = random_target(factor=14.0, vocab_size=V, num_layers=2, hidden_size=16)
-DRAFTER = random_drafter(TARGET.config, target_layer_ids=(0,), num_layers=1)
-PROMPT = [3, 0, 1]
-DRAWS = 4000
-# Seeds are fixed, so these tests can't flicker; a distribution that is slightly off falls far below.
-SMALLEST_P = 1e-3
-
-
-@functools.cache
-def exact_joint(temperature: float) -> np.ndarray:
-    """The target's probability of every continuation of PROMPT by three tokens, [V, V, V], by a pass over each."""
-    continuations = list(itertools.product(range(V), repeat=3))
-    tokens_BT = jnp.asarray([PROMPT + list(continuation) for continuation in continuations])
-    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    hidden_BTD, _, _ = jax.jit(TARGET.model.forward)(tokens_BT, positions_BT)
-    log_probs_BTV = jax.nn.log_softmax(TARGET.model.logits(hidden_BTD) / temperature)
-    drawn_BT = log_probs_BTV[:, len(PROMPT) - 1 : -1]
-    chosen_BT = jnp.take_along_axis(drawn_BT, tokens_BT[:, len(PROMPT) :, None], axis=2)[..., 0]
-    return np.asarray(jnp.exp(chosen_BT.sum(1)), np.float64).reshape(V, V, V)
-
-
-def drawn_counts(drafter, temperature: float, seed: int) -> tuple[np.ndarray, list]:
-    """How often each continuation was drawn, [V, V, V], and the results."""
-    options = {"max_new_tokens": 3, "temperature": temperature, "seed": seed}
-    results = generate(TARGET, [PROMPT] * DRAWS, drafter=drafter, **options)
-    counts = np.zeros((V, V, V), int)
-    for result in results:
-        counts[tuple(result.tokens)] += 1
-    return counts, results
-
-
-def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Chi-square, with cells of fewer than five expected draws taken together."""
-    expected = probabilities.reshape(-1) / probabilities.sum() * counts.sum()
-    seen, rare = counts.reshape(-1), expected < 5
-    pooled = [np.append(x[~rare], x[rare].sum()) if rare.any() else x for x in (seen, expected)]
-    return scipy.stats.chisquare(*pooled).pvalue
+from dflash_jax.decoding.sampling import Sampling, choose, row_keys
 
 
 def test_the_exact_distribution_is_worth_testing():
@@ -111,21 +69,27 @@ def test_seeds_and_rows_differ_and_temperature_zero_has_no_seed():
 # The pieces.
 
 
+def rows_at(temperature: float, keys_B) -> Sampling:
+    zeros_B = jnp.zeros(keys_B.shape)
+    return Sampling(keys_B, zeros_B + temperature, zeros_B.astype(int), zeros_B + 1)
+
+
 def test_a_choice_depends_on_row_and_position_only():
     logits_BWV = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 50)), jnp.float32)
     keys_B, positions_BW = row_keys([4, 9], 2), jnp.array([[5, 6, 7], [1, 2, 3]])
-    together_BW = choose(logits_BWV, keys_B, positions_BW, jnp.float32(1.0))
+    together_BW = choose(logits_BWV, rows_at(1.0, keys_B), positions_BW, truncate=False)
     for row, slot in itertools.product(range(2), range(3)):
         cut = slice(row, row + 1), slice(slot, slot + 1)
-        alone = choose(logits_BWV[cut], keys_B[cut[0]], positions_BW[cut], jnp.float32(1.0))
+        alone = choose(logits_BWV[cut], rows_at(1.0, keys_B[cut[0]]), positions_BW[cut], truncate=False)
         assert alone.item() == together_BW[row, slot]
 
 
 def test_a_low_temperature_is_greedy():
     logits_BWV = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 50)), jnp.float32)
-    arguments = logits_BWV, row_keys(0, 2), jnp.arange(6).reshape(2, 3)
-    np.testing.assert_array_equal(choose(*arguments, jnp.float32(0.0)), logits_BWV.argmax(-1))
-    np.testing.assert_array_equal(choose(*arguments, jnp.float32(1e-4)), logits_BWV.argmax(-1))
+    for temperature in (0.0, 1e-4):
+        rows = rows_at(temperature, row_keys(0, 2))
+        chosen_BW = choose(logits_BWV, rows, jnp.arange(6).reshape(2, 3), truncate=False)
+        np.testing.assert_array_equal(chosen_BW, logits_BWV.argmax(-1))
 
 
 def test_accepted_are_the_leading_matches_and_one():

@@ -177,7 +177,7 @@ class PreparedSplit(Sequence[TrainingRow]):
             raise ValueError(f"{folder} has no split {split!r}; there are {', '.join(builder.info.splits)}")
         self.provenance = read_provenance(folder)
         self.lengths: np.ndarray = np.load(lengths_path(self.folder, split))
-        self._source: Any = builder.as_data_source(split)
+        self._source: Any = builder.as_data_source(split)  # pyright: ignore[reportCallIssue]
 
     @property
     def sha256(self) -> str:

@@ -12,21 +12,29 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.decoding.acceptance import accepted_tokens, cut_at_stop
-from dflash_jax.decoding.sampling import choose
+from dflash_jax.decoding.acceptance import accepted_tokens, cut_at_stop, rejection_sample
+from dflash_jax.decoding.processing import LogitsProcessor, process
+from dflash_jax.decoding.sampling import Purpose, Sampling, choose, draw, log_distribution
+from dflash_jax.models.proposal import Proposal
 
 
 class LoopSettings(NamedTuple):
-    """What a compilation depends on, apart from shapes."""
+    """What a compilation depends on, apart from shapes.
+
+    truncate: some row has a top-k or top-p. sampled_proposals: drafters may draw; else they take their argmax.
+    """
 
     width: int
     stop_tokens: tuple[int, ...]
+    truncate: bool = False
+    sampled_proposals: bool = False
+    logits_processor: LogitsProcessor | None = None
 
 
 class LoopState(NamedTuple):
-    """The carry. Shapes: tokens [B, S] prompt and committed tokens (junk beyond lengths) · lengths, limits int32 [B],
-    a row ends at limits tokens · done bool [B] · stopped bool [B], ended by a stop token · acceptance int32 [B, S],
-    tokens each round gave (0: not run) · rounds int32 [B] · keys [B] PRNG keys of the rows.
+    """The carry; every leaf has the rows first. Shapes: tokens [B, S] prompt and committed tokens (junk beyond lengths)
+    · lengths, limits int32 [B], a row ends at limits tokens · done bool [B] · stopped bool [B], ended by a stop token ·
+    acceptance int32 [B, S], tokens each round gave (0: not run) · rounds int32 [B] · sampling of the rows.
     """
 
     tokens: jax.Array
@@ -36,18 +44,29 @@ class LoopState(NamedTuple):
     stopped: jax.Array
     acceptance: jax.Array
     rounds: jax.Array
-    keys: jax.Array
+    sampling: Sampling
     target_cache: Any
     drafter_cache: Any
 
 
-@functools.partial(jax.jit, static_argnames=("stop_tokens", "cache_length"))
-def prefill(target, drafter, prompts_BP, lengths_B, limits_B, keys_B, temperature, *, stop_tokens, cache_length):
+@functools.partial(jax.jit, static_argnames=("settings", "cache_length"))
+def prefill(
+    target,
+    drafter,
+    prompts_BP: jax.Array,
+    lengths_B: jax.Array,
+    limits_B: jax.Array,
+    sampling: Sampling,
+    *,
+    settings: LoopSettings,
+    cache_length: int,
+) -> LoopState:
     """Runs the padded prompts, commits the first token of each row, and returns the LoopState.
 
     Args:
         prompts_BP: int32, each row's prompt from slot 0, padding behind it.
         lengths_B: prompt lengths, at least 1. limits_B: longest total length, more than the prompt's.
+        settings: its width is not looked at.
         cache_length: slots of the caches, at least max(limits) + width.
     """
     B, P = prompts_BP.shape
@@ -57,9 +76,10 @@ def prefill(target, drafter, prompts_BP, lengths_B, limits_B, keys_B, temperatur
         prompts_BP, positions_BP, target_cache, taps=drafter.tap_layers
     )
     last_B1D = jnp.take_along_axis(hidden_BPD, (lengths_B - 1)[:, None, None], axis=1)
-    first_B1 = choose(target.logits(last_B1D), keys_B, lengths_B[:, None], temperature)
     tokens_BS = jnp.pad(prompts_BP, ((0, 0), (0, cache_length - P)))
-    _, stopped_B = cut_at_stop(first_B1, jnp.ones_like(lengths_B), stop_tokens)
+    logits_B1V = process(settings.logits_processor, target.logits(last_B1D), tokens_BS, lengths_B)
+    first_B1 = choose(logits_B1V, sampling, lengths_B[:, None], truncate=settings.truncate)
+    _, stopped_B = cut_at_stop(first_B1, jnp.ones_like(lengths_B), settings.stop_tokens)
     return LoopState(
         tokens=_put(tokens_BS, first_B1, lengths_B),
         lengths=lengths_B + 1,
@@ -68,41 +88,50 @@ def prefill(target, drafter, prompts_BP, lengths_B, limits_B, keys_B, temperatur
         stopped=stopped_B,
         acceptance=jnp.zeros((B, cache_length), jnp.int32),
         rounds=jnp.zeros((B,), jnp.int32),
-        keys=keys_B,
+        sampling=sampling,
         target_cache=target_cache,
         drafter_cache=drafter.absorb(drafter.init_cache(B, cache_length), taps_BPMD, positions_BP),
     )
 
 
+@functools.partial(jax.jit, donate_argnames=("state",))
+def replace_row(state: LoopState, row: LoopState, slot: jax.Array) -> LoopState:
+    """The state with its row at `slot` (a traced int32) replaced by the only row of `row`."""
+    return jax.tree.map(lambda rows, new: rows.at[slot].set(new[0]), state, row)
+
+
 @functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
-def run_rounds(target, drafter, state: LoopState, temperature, max_rounds, *, settings: LoopSettings) -> LoopState:
-    """Rounds until every row is done, or until max_rounds (a traced int32) more rounds were run."""
+def run_rounds(target, drafter, state: LoopState, max_rounds, done_rows, *, settings: LoopSettings) -> LoopState:
+    """Rounds until done_rows rows are done, or until max_rounds more rounds were run (both traced int32)."""
 
     def go_on(carry):
         state, count = carry
-        return ~state.done.all() & (count < max_rounds)
+        return (state.done.sum() < done_rows) & (count < max_rounds)
 
     def body(carry):
         state, count = carry
-        return one_round(target, drafter, state, temperature, settings), count + 1
+        return one_round(target, drafter, state, settings), count + 1
 
     return jax.lax.while_loop(go_on, body, (state, jnp.int32(0)))[0]
 
 
-def one_round(target, drafter, state: LoopState, temperature, settings: LoopSettings) -> LoopState:
+def one_round(target, drafter, state: LoopState, settings: LoopSettings) -> LoopState:
     """Draft → verify → accept → commit, for all rows; rows that are done stay as they are."""
     position_B = state.lengths - 1
     anchor_B = jnp.take_along_axis(state.tokens, position_B[:, None], axis=1)[:, 0]
-    proposal = drafter.propose(target, state.drafter_cache, anchor_B, position_B, state.keys, width=settings.width)
-
+    proposal = drafter.propose(
+        *(target, state.drafter_cache, anchor_B, position_B, _draw(state.sampling, settings)), width=settings.width
+    )
     block_BW = jnp.concatenate([anchor_B[:, None], proposal.tokens], axis=1)
     positions_BW = position_B[:, None] + jnp.arange(settings.width)
     hidden_BWD, taps_BWMD, target_cache = target.forward(
         block_BW, positions_BW, state.target_cache, taps=drafter.tap_layers
     )
-    chosen_BW = choose(target.logits(hidden_BWD), state.keys, positions_BW + 1, temperature)
+    drafted_BS = _put(state.tokens, proposal.tokens, state.lengths)
+    logits_BWV = process(settings.logits_processor, target.logits(hidden_BWD), drafted_BS, state.lengths)
+    chosen_BW, counts_B = _accept(proposal, logits_BWV, state.sampling, positions_BW + 1, settings)
 
-    counts_B = jnp.minimum(accepted_tokens(proposal.tokens, chosen_BW), state.limits - state.lengths)
+    counts_B = jnp.minimum(counts_B, state.limits - state.lengths)
     counts_B, stopped_B = cut_at_stop(chosen_BW, counts_B, settings.stop_tokens)
     counts_B = jnp.where(state.done, 0, counts_B)
     stopped_B = state.stopped | (stopped_B & ~state.done)
@@ -115,10 +144,34 @@ def one_round(target, drafter, state: LoopState, temperature, settings: LoopSett
         stopped=stopped_B,
         acceptance=_put(state.acceptance, counts_B[:, None], state.rounds),
         rounds=state.rounds + ~state.done,
-        keys=state.keys,
+        sampling=state.sampling,
         target_cache=target.commit(target_cache, lengths_B),
         drafter_cache=drafter.absorb(state.drafter_cache, taps_BWMD, positions_BW),
     )
+
+
+def _draw(sampling: Sampling, settings: LoopSettings):
+    """How a drafter turns logits into tokens (proposal.Draw)."""
+
+    def argmax(logits_BVV, positions_BV):
+        return Proposal(jnp.argmax(logits_BVV, axis=-1).astype(jnp.int32), None)
+
+    def sampled(logits_BVV, positions_BV):
+        log_probs_BVV = log_distribution(logits_BVV, sampling, truncate=settings.truncate)
+        return Proposal(draw(log_probs_BVV, sampling.keys, positions_BV, Purpose.PROPOSE), log_probs_BVV)
+
+    return sampled if settings.sampled_proposals else argmax
+
+
+def _accept(
+    proposal: Proposal, logits_BWV: jax.Array, sampling: Sampling, positions_BW: jax.Array, settings: LoopSettings
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens [B, W] and how many of them the target allows, by the rule that the proposal's kind asks for."""
+    if proposal.log_probs is None:
+        chosen_BW = choose(logits_BWV, sampling, positions_BW, truncate=settings.truncate)
+        return chosen_BW, accepted_tokens(proposal.tokens, chosen_BW)
+    p_BWV = log_distribution(logits_BWV, sampling, truncate=settings.truncate)
+    return rejection_sample(proposal.tokens, proposal.log_probs, p_BWV, sampling.keys, positions_BW)
 
 
 def _put(rows_BS: jax.Array, new_BW: jax.Array, start_B: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from dflash_jax.models.attention import Segment, grouped_attention
 from dflash_jax.models.cache import KVCache, empty_cache, write
 from dflash_jax.models.family import DrafterConfig
 from dflash_jax.models.layers import MLP, AttentionProjections, Linear, RMSNorm
-from dflash_jax.models.proposal import Proposal
+from dflash_jax.models.proposal import Draw, Proposal
 from dflash_jax.models.rotary import Rotation, rotation
 
 
@@ -155,17 +155,15 @@ class Drafter(nnx.Module):
         return context_BWS, jnp.broadcast_to(block_WW, (B, W, W))
 
     def propose(
-        self, target, cache: KVCache, anchor_B: jax.Array, position_B: jax.Array, keys_B: jax.Array, *, width: int
+        self, target, cache: KVCache, anchor_B: jax.Array, position_B: jax.Array, draw: Draw, *, width: int
     ) -> Proposal:
-        """The most likely token of slots 1 … width−1, given the anchor token at position_B.
+        """Tokens for slots 1 … width−1, given the anchor token at position_B; each slot is drawn by itself.
 
-        `target` gives `embed` and `logits`. `keys_B` is unused: argmax proposals are deterministic (and lossless at any
-        temperature, see decoding/acceptance.py).
+        `target` gives `embed` and `logits`.
         """
-        del keys_B
         masks_BV = jnp.full((anchor_B.shape[0], width - 1), self.config.mask_token_id, anchor_B.dtype)
         block_BW = jnp.concatenate([anchor_B[:, None], masks_BV], axis=1)
         embedded_BWD = target.embed(block_BW).astype(self.fc.kernel[...].dtype)
         hidden_BWD = self.block_hidden(embedded_BWD, cache, position_B)
-        logits_BWV = target.logits(hidden_BWD[:, 1:].astype(target.dtype))
-        return Proposal(jnp.argmax(logits_BWV, axis=-1).astype(anchor_B.dtype), None)
+        logits_BVV = target.logits(hidden_BWD[:, 1:].astype(target.dtype))
+        return draw(logits_BVV, position_B[:, None] + jnp.arange(1, width))

@@ -1,0 +1,177 @@
+"""What a call of `generate` or `stream` asks for, checked, in the form that the loop takes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.decoding.loop import LoopSettings
+from dflash_jax.decoding.processing import LogitsProcessor
+from dflash_jax.decoding.sampling import Sampling, row_keys
+from dflash_jax.models.proposal import NoDrafter
+
+SHORTEST_PROMPT_BUCKET = 32
+SHORTEST_CACHE = 256
+
+Proposals = Literal["argmax", "sampled"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call: models, prompts as token ids, the total length each may reach, and how each row draws."""
+
+    target: Any
+    drafter: Any
+    settings: LoopSettings
+    prompts: list[list[int]]
+    limits: list[int]
+    sampling: Sampling
+    cache_length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options that `generate` and `stream` share, as they were given; `generate` says what they mean."""
+
+    drafter: Any = None
+    max_new_tokens: int = 256
+    temperature: float | Sequence[float] = 0.0
+    top_k: int | Sequence[int | None] | None = None
+    top_p: float | Sequence[float | None] | None = None
+    seed: int | Sequence[int] = 0
+    width: int | None = None
+    proposals: Proposals = "argmax"
+    logits_processor: LogitsProcessor | None = None
+    stop_token_ids: Sequence[int] | None = None
+
+
+def checked_request(target, prompts, options: Options) -> Request:
+    """The request for these prompts.
+
+    Raises:
+        ValueError: names the argument that is wrong and the value seen.
+    """
+    if isinstance(prompts, str):
+        raise ValueError("prompts is one string; pass a list of prompts")
+    if options.max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={options.max_new_tokens} must be 0 or more")
+    if options.proposals not in ("argmax", "sampled"):
+        raise ValueError(f"proposals={options.proposals!r} must be 'argmax' or 'sampled'")
+    if options.logits_processor is not None and not callable(options.logits_processor):
+        raise ValueError(f"logits_processor={options.logits_processor!r} must be a function or None")
+    drafter = NoDrafter() if options.drafter is None else options.drafter.model
+    width = drafter.max_width if options.width is None else options.width
+    if not 1 <= width <= drafter.max_width:
+        raise ValueError(f"width={width} must be between 1 and {drafter.max_width}, the drafter's trained width")
+    ids = [_token_ids(target, prompt, index) for index, prompt in enumerate(prompts)]
+    context = target.config.max_position_embeddings
+    for index, prompt in enumerate(ids):
+        if len(prompt) >= context:
+            raise ValueError(
+                f"prompts[{index}] has {len(prompt)} tokens; the target's context is {context} and one must be free"
+            )
+    limits = [min(len(prompt) + options.max_new_tokens, context) for prompt in ids]
+    _warn_past_training(options.drafter, max(limits, default=0))
+    sampling = _sampling(options, len(ids))
+    drawn_B = np.asarray(sampling.temperature) > 0
+    truncated_B = (np.asarray(sampling.top_k) > 0) | (np.asarray(sampling.top_p) < 1)
+    stops = target.stop_token_ids if options.stop_token_ids is None else options.stop_token_ids
+    longest_prompt = max(map(len, ids), default=1)
+    return Request(
+        target=target.model,
+        drafter=drafter,
+        settings=LoopSettings(
+            width=width,
+            stop_tokens=tuple(sorted(int(token) for token in stops)),
+            truncate=bool((drawn_B & truncated_B).any()),
+            # A greedy row's distribution is its argmax: where all are greedy, the simpler rule does the same.
+            sampled_proposals=options.proposals == "sampled" and options.drafter is not None and bool(drawn_B.any()),
+            logits_processor=options.logits_processor,
+        ),
+        prompts=ids,
+        limits=limits,
+        sampling=sampling,
+        cache_length=cache_bucket(max(max(limits, default=0) + width, prompt_bucket(longest_prompt))),
+    )
+
+
+def prompt_bucket(length: int) -> int:
+    """The padded prompt length: the next power of two, so that few prefills are compiled."""
+    return max(SHORTEST_PROMPT_BUCKET, 1 << (length - 1).bit_length())
+
+
+def cache_bucket(length: int) -> int:
+    """The allocated cache length: the next of 256, 384, 512, 768, 1024, 1536 …"""
+    size = SHORTEST_CACHE
+    while size < length:
+        size = size + size // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size
+
+
+def _sampling(options: Options, count: int) -> Sampling:
+    """How each row draws."""
+    temperatures = _per_row("temperature", options.temperature, count)
+    top_k = [0 if value is None else value for value in _per_row("top_k", options.top_k, count)]
+    top_p = [1.0 if value is None else value for value in _per_row("top_p", options.top_p, count)]
+    for value in temperatures:
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"temperature={value} must be 0 or more, and finite")
+    for value in top_k:
+        if not isinstance(value, (int, np.integer)) or value < 0:
+            raise ValueError(f"top_k={value!r} must be an integer of 0 or more; 0 or None keeps all tokens")
+    for value in top_p:
+        if not 0 < value <= 1:
+            raise ValueError(f"top_p={value} must be above 0 and at most 1; 1 or None keeps all tokens")
+    for value in _per_row("seed", options.seed, count):
+        if not isinstance(value, (int, np.integer)) or not 0 <= value < 2**32:
+            raise ValueError(f"seed={value!r} must be an integer from 0 to 2³² − 1")
+    return Sampling(
+        keys=row_keys(options.seed, count),
+        temperature=jnp.asarray(temperatures, jnp.float32),
+        # More than there are tokens keeps all of them, so a limit that int32 can hold loses nothing.
+        top_k=jnp.asarray([min(value, np.iinfo(np.int32).max) for value in top_k], jnp.int32),
+        top_p=jnp.asarray(top_p, jnp.float32),
+    )
+
+
+def _per_row(name: str, value, count: int) -> list:
+    """One value a row, from one for all or from a list of as many."""
+    if value is None or isinstance(value, str) or np.ndim(value) == 0:
+        return [value] * count
+    values = list(value)
+    if len(values) != count:
+        raise ValueError(f"{name} lists {len(values)} values for {count} prompts; give one a prompt, or one for all")
+    return values
+
+
+def _token_ids(target, prompt, index: int) -> list[int]:
+    if isinstance(prompt, str):
+        if target.tokenizer is None:
+            raise ValueError(f"prompts[{index}] is text, and target {target.source} has no tokenizer; pass token ids")
+        from dflash_jax.data.chat import render
+
+        prompt = render(target.tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+    ids = [int(token) for token in prompt]
+    if not ids:
+        raise ValueError(f"prompts[{index}] is empty; decoding needs at least one token to start from")
+    worst = max(ids, key=lambda token: abs(token - target.config.vocab_size // 2))
+    if not 0 <= worst < target.config.vocab_size:
+        raise ValueError(f"prompts[{index}] holds token id {worst}; the target has {target.config.vocab_size} rows")
+    return ids
+
+
+def _warn_past_training(drafter, length: int) -> None:
+    trained = getattr(getattr(drafter, "config", None), "max_position_embeddings", None)
+    if trained is not None and length > trained:
+        warnings.warn(
+            f"rows may reach {length} tokens, and drafter {drafter.source} is made for {trained} "
+            "(max_position_embeddings): past those its proposals may be refused more often; the text stays the "
+            "target's own. Lower max_new_tokens or shorten the prompts to stay inside.",
+            stacklevel=4,
+        )
