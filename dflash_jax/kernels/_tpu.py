@@ -17,7 +17,7 @@ __all__ = ["backward", "forward", "unsupported"]
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 MAX_HEAD_SIZE = 256
 MAX_WIDTH = 128
-MAX_TILE_SCORES = 1024 * 512  # 2 MiB in float32, of which the compiler keeps up to four copies
+MAX_ROWS_BYTES = 2**19  # of a query tile of q: several of these and the scores share 16 MiB of vector memory
 MAX_VISITS = 2**16  # three int32 lists of them are 768 KiB of the 1 MiB of scalar memory
 
 
@@ -32,8 +32,10 @@ def unsupported(q, k_block, v_block, k_context, v_context) -> str | None:
     if W > MAX_WIDTH:
         return f"block width {W}: at most {MAX_WIDTH}"
     to = _tpu_layout.layout(q.shape, k_context.shape)
-    if to.rows * to.keys > MAX_TILE_SCORES:
-        return f"{to.G} queries a key head: a tile of {to.rows} × {to.keys} scores is over {MAX_TILE_SCORES}"
+    if (size := to.rows * H * q.dtype.itemsize) > MAX_ROWS_BYTES:
+        return (
+            f"{to.G} queries a key head: a query tile of {to.rows} rows has {size} bytes, at most {MAX_ROWS_BYTES} fit"
+        )
     if (visits := to.B * to.query_tiles * to.key_tiles) > MAX_VISITS:
         return f"{visits} tile pairs (batch × blocks × context): at most {MAX_VISITS}"
     return None

@@ -69,14 +69,15 @@ class Layout(NamedTuple):
 
 
 def choose_tiles(width: int, groups: int, context_length: int) -> TileSizes:
-    """About 512 rows, which are 64 KiB of 128-wide bfloat16, against at most 512 keys.
+    """About 512 rows against at most 512 keys, never more scores than that: what fits into the default vector memory.
 
-    Rows lie along the 128 lanes of the score tile; slots are its sublanes in the block part, where all but W of E
-    are masked: 128 or 256 of them cost little beside the context.
+    Rows lie along the 128 lanes of the score tile. Slots are its sublanes in the block part, where all but W of them
+    are masked: 128 or 256 cost little beside the context.
     """
-    lanes = [slots for slots in (256, 128, 64, 32) if slots >= width and slots * groups % 128 == 0]
-    slots = next((slots for slots in lanes if slots * groups <= 512), lanes[-1])
-    return TileSizes(slots, min(512, -(-context_length // 128) * 128))
+    whole_lanes = [slots for slots in (256, 128, 64, 32) if slots >= width and slots * groups % 128 == 0]
+    slots = next((slots for slots in whole_lanes if slots * groups <= 512), whole_lanes[-1])
+    most_keys = 512 * 512 // max(512, slots * groups) // 128 * 128
+    return TileSizes(slots, max(128, min(most_keys, -(-context_length // 128) * 128)))
 
 
 def layout(q_shape, context_shape, tiles: TileSizes | None = None) -> Layout:

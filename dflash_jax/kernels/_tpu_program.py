@@ -16,7 +16,6 @@ from dflash_jax.kernels._tpu_layout import MASKED, Layout
 ROWS_BY_ROWS = (((1,), (1,)), ((), ()))  # a [M, H], b [N, H] → [M, N]
 OVER_FIRST = (((0,), (0,)), ((), ()))  # a [K, M], b [K, N] → [M, N]
 PLAIN = (((1,), (0,)), ((), ()))
-VMEM_BYTES = 64 * 2**20  # half of what v5e, v5p and v6e have; the compiler's own limit is 16 to 32 MiB
 
 
 def dot(a, b, dimensions=PLAIN) -> jax.Array:
@@ -101,4 +100,4 @@ def fixed(*shape: int) -> pl.BlockSpec:
 
 def compiler_params() -> pltpu.CompilerParams:
     """Heads may be shared out among cores; the visits of a head follow one another."""
-    return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES)
+    return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
