@@ -24,7 +24,7 @@ class _Context(NamedTuple):
 
 
 def forward(q_BAWNH, k_block_BAWKH, v_block_BAWKH, k_context_BSKH, v_context_BSKH, starts_BA, ends_BA, mask, scale):
-    """Returns the output [B, A, W, N, H] and the log-sum-exp of every row, float32 [B, K, A, R]."""
+    """Returns the output [B, A, W, N, H] and the log-sum-exp of every row, float32 [B, N, A·W]."""
     K = k_block_BAWKH.shape[3]
     q_BKARH = _fold(q_BAWNH, K) * jnp.asarray(scale, q_BAWNH.dtype)
     k_BKAWH, v_BKAWH = _heads_first(k_block_BAWKH), _heads_first(v_block_BAWKH)
@@ -49,16 +49,20 @@ def forward(q_BAWNH, k_block_BAWKH, v_block_BAWKH, k_context_BSKH, v_context_BSK
     real_B1A1 = (ends_BA > starts_BA)[:, None, :, None]
     out_BKARH = jnp.where(real_B1A1[..., None], mixed_BKARH / total_BKAR[..., None], 0.0)
     lse_BKAR = jnp.where(real_B1A1, top_BKAR + jnp.log(total_BKAR), jnp.inf)  # +inf: exp(score − lse) is 0
-    return _unfold(out_BKARH, q_BAWNH.shape).astype(q_BAWNH.dtype), lse_BKAR
+    lse_BAWN = _unfold(lse_BKAR[..., None], (*q_BAWNH.shape[:4], 1))[..., 0]
+    lse_BNR = lse_BAWN.transpose(0, 3, 1, 2).reshape(*lse_BAWN.shape[::3], -1)
+    return _unfold(out_BKARH, q_BAWNH.shape).astype(q_BAWNH.dtype), lse_BNR
 
 
-def backward(q, k_block, v_block, k_context, v_context, starts, ends, out, lse_BKAR, d_out, mask, scale):
+def backward(q, k_block, v_block, k_context, v_context, starts, ends, out, lse_BNR, d_out, mask, scale):
     """Gradients of the five arrays, each in its array's shape and dtype. Scores are recomputed from the saved lse."""
     K, S = k_block.shape[3], k_context.shape[1]
     q_BKARH = _fold(q, K) * jnp.asarray(scale, q.dtype)
     k_BKAWH, v_BKAWH = _heads_first(k_block), _heads_first(v_block)
     low_BAR, high_BAR = _row_ranges(q.shape, K, starts, ends, mask)
     d_out_BKARH = _fold(d_out, K)
+    lse_BAWN = lse_BNR.reshape(*lse_BNR.shape[:2], *q.shape[1:3]).transpose(0, 2, 3, 1)
+    lse_BKAR = _fold(lse_BAWN[..., None], K)[..., 0]
     delta_BKAR = jnp.sum(d_out_BKARH.astype(jnp.float32) * _fold(out, K).astype(jnp.float32), -1)
 
     def score_gradients(scores, d_weights):

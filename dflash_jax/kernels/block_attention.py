@@ -7,14 +7,18 @@ one sequence's context features. The dense (A·W) × (S + A·W) score grid is ne
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from dflash_jax.kernels import _reference, _xla
+from dflash_jax.kernels import _backends, _reference
+from dflash_jax.kernels._backends import Backend
 
-Backend = Literal["auto", "reference", "xla"]
+# What the backward pass reads besides the arguments, by the names that a jax.checkpoint policy knows them by:
+# with save_only_these_names(*SAVED) the forward pass is not repeated.
+SAVED = ("block_attention_out", "block_attention_lse")
 
 
 class BlockMask(NamedTuple):
@@ -54,39 +58,52 @@ def block_attention(
         starts_BA, ends_BA: int32 bounds with 0 ≤ start and end ≤ S.
         scale: factor on the scores, usually H**-0.5.
         window, causal_in_block: see BlockMask.
-        backend: "xla" (chunked, any platform), "reference" (dense, an oracle for tests), "auto".
+        backend: "xla" (chunked, any platform), "tpu" (Pallas kernels), "reference" (dense, an oracle for tests), or
+            "auto": what suits the platform that the program is compiled for. Arrays that a backend cannot take are
+            left to "xla", and the log says so.
 
     Returns:
         [B, A, W, N, H] in the dtype of q. Softmax and sums are float32.
 
     Raises:
         ValueError: for shapes that do not fit, or an unknown backend.
+        NotImplementedError: when it is differentiated twice, except with "reference".
     """
     arrays = (q_BAWNH, k_block_BAWKH, v_block_BAWKH, k_context_BSKH, v_context_BSKH)
     _check_shapes(*arrays, starts_BA, ends_BA, window)
     mask = BlockMask(window, causal_in_block)
     if backend == "reference":
         return _reference.forward(*arrays, starts_BA, ends_BA, mask, scale)
-    if backend not in ("auto", "xla"):
-        raise ValueError(f"backend={backend!r} is not known; use auto, xla or reference")
-    return _chunked(*arrays, starts_BA, ends_BA, mask, scale)
+    return _attend(*arrays, starts_BA, ends_BA, mask, scale, _backends.choose(backend, *arrays))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def _chunked(q, k_block, v_block, k_context, v_context, starts, ends, mask: BlockMask, scale: float):
-    return _xla.forward(q, k_block, v_block, k_context, v_context, starts, ends, mask, scale)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
+def _attend(q, k_block, v_block, k_context, v_context, starts, ends, mask: BlockMask, scale: float, backend: str):
+    return _first_order("forward", mask, scale, backend)(q, k_block, v_block, k_context, v_context, starts, ends)[0]
 
 
-def _chunked_forward(q, k_block, v_block, k_context, v_context, starts, ends, mask, scale):
-    out, lse = _xla.forward(q, k_block, v_block, k_context, v_context, starts, ends, mask, scale)
-    return out, (q, k_block, v_block, k_context, v_context, starts, ends, out, lse)
+def _attend_forward(q, k_block, v_block, k_context, v_context, starts, ends, mask, scale, backend):
+    arguments = (q, k_block, v_block, k_context, v_context, starts, ends)
+    out, lse = map(checkpoint_name, _first_order("forward", mask, scale, backend)(*arguments), SAVED)
+    return out, (*arguments, out, lse)
 
 
-def _chunked_backward(mask, scale, saved, d_out):
-    return (*_xla.backward(*saved, d_out=d_out, mask=mask, scale=scale), None, None)
+def _attend_backward(mask, scale, backend, saved, d_out):
+    return (*_first_order("backward", mask, scale, backend)(*saved, d_out), None, None)
 
 
-_chunked.defvjp(_chunked_forward, _chunked_backward)
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _first_order(pass_name, mask: BlockMask, scale: float, backend: str):
+    """A pass whose own derivative is refused: whoever asks for it differentiates block attention a second time."""
+    run = jax.custom_jvp(functools.partial(_backends.run, pass_name, backend, mask=mask, scale=scale))
+
+    @run.defjvp
+    def refuse(primals, tangents):
+        raise NotImplementedError('block attention has no second derivative; backend="reference" has one')
+
+    return run
 
 
 def _check_shapes(q, k_block, v_block, k_context, v_context, starts, ends, window) -> None:

@@ -1,0 +1,108 @@
+"""Forward pass of block attention on TPU: one running softmax a query tile, over its own slots and its key tiles."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dflash_jax.kernels import _tiles, _tpu_layout
+from dflash_jax.kernels import _tpu_program as program
+from dflash_jax.kernels._tpu_layout import Layout
+from dflash_jax.kernels._tpu_program import OVER_FIRST, ROWS_BY_ROWS, dot, has
+
+
+def _kernel(
+    tile_ref, other_ref, kind_ref,
+    q_ref, k_block_ref, v_block_ref, bias_ref, bounds_ref, k_ref, v_ref,
+    out_ref, lse_ref,
+    top_ref, total_ref, mixed_ref,
+    *, key_tiles: int, scale: float,
+):  # fmt: skip
+    visit = pl.program_id(1)
+    kind = kind_ref[visit]
+    q_RH = program.scaled_rows(q_ref, scale)
+
+    @pl.when(has(kind, _tiles.FIRST))
+    def own_slots():
+        scores_ER = dot(k_block_ref[...], q_RH, ROWS_BY_ROWS) + bias_ref[...]
+        top_1R = scores_ER.max(0, keepdims=True)
+        weights_ER = jnp.exp(scores_ER - top_1R)
+        top_ref[...] = top_1R
+        total_ref[...] = weights_ER.sum(0, keepdims=True)
+        mixed_ref[...] = dot(v_block_ref[...], weights_ER.astype(q_RH.dtype), OVER_FIRST)
+
+    def add_keys(scores_CR):
+        top_1R = jnp.maximum(top_ref[...], scores_CR.max(0, keepdims=True))
+        shrink_1R = jnp.exp(top_ref[...] - top_1R)
+        weights_CR = jnp.exp(scores_CR - top_1R)
+        top_ref[...] = top_1R
+        total_ref[...] = total_ref[...] * shrink_1R + weights_CR.sum(0, keepdims=True)
+        mixed_HR = dot(v_ref[...], weights_CR.astype(q_RH.dtype), OVER_FIRST)
+        mixed_ref[...] = mixed_ref[...] * shrink_1R + mixed_HR
+
+    @pl.when(has(kind, _tiles.WHOLE))
+    def all_keys():
+        add_keys(dot(k_ref[...], q_RH, ROWS_BY_ROWS))
+
+    @pl.when(has(kind, _tiles.PART))
+    def some_keys():
+        scores_CR = dot(k_ref[...], q_RH, ROWS_BY_ROWS)
+        add_keys(program.masked(scores_CR, bounds_ref[...], other_ref[visit] % key_tiles))
+
+    @pl.when(has(kind, _tiles.LAST))
+    def write():
+        real_1R = bounds_ref[2:3] > 0
+        out_HR = jnp.where(real_1R, mixed_ref[...] / total_ref[...], 0.0)
+        out_ref[...] = out_HR.T.reshape(out_ref.shape).astype(out_ref.dtype)
+        lse_ref[...] = jnp.where(real_1R, top_ref[...] + jnp.log(total_ref[...]), jnp.inf)
+
+
+def forward(q, k_block, v_block, k_context, v_context, starts, ends, mask, scale, tiles=None):
+    """Same results as _xla.forward: the output [B, A, W, N, H] and the log-sum-exp, float32 [B, N, A·W]."""
+    to = _tpu_layout.layout(q.shape, k_context.shape, tiles)
+    low_BAW, high_BAW = _tiles.slot_ranges(starts, ends, to.W, mask.window)
+    real_BA = ends > starts
+    visits = _tiles.visits(_tpu_layout.overlap(low_BAW, high_BAW, real_BA, to))
+    out_KGTH, lse_KQ1R = _call(q.dtype, to, scale, visits.count)(
+        visits.tile,
+        visits.other,
+        visits.kind,
+        _tpu_layout.fold_rows(q, to),
+        _tpu_layout.fold_slots(k_block, to),
+        _tpu_layout.fold_slots(v_block, to),
+        jnp.asarray(_tpu_layout.block_bias(mask, to)),
+        _tpu_layout.row_bounds(low_BAW, high_BAW, real_BA, to),
+        _tpu_layout.fold_context(k_context, to),
+        _tpu_layout.fold_context(v_context, to),
+    )
+    return _tpu_layout.unfold_rows(out_KGTH, to), _tpu_layout.unfold_stats(lse_KQ1R, to)
+
+
+def _call(dtype, to: Layout, scale: float, count: jax.Array):
+    own, bias, keys = program.own_side(to), program.fixed(to.slots, to.rows), program.other_side(to).keys()
+    rows, slots = own.rows(), own.slots()
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=3,
+        grid=(to.K, count),
+        in_specs=[rows, slots, slots, bias, own.bounds(), keys, keys],
+        out_specs=[rows, own.stats(1)],
+        scratch_shapes=[
+            pltpu.VMEM((1, to.rows), jnp.float32),
+            pltpu.VMEM((1, to.rows), jnp.float32),
+            pltpu.VMEM((to.H, to.rows), jnp.float32),
+        ],
+    )
+    return pl.pallas_call(
+        functools.partial(_kernel, key_tiles=to.key_tiles, scale=scale),
+        out_shape=[
+            jax.ShapeDtypeStruct((to.K, to.G, to.all_slots, to.H), dtype),
+            jax.ShapeDtypeStruct((to.K, to.B * to.query_tiles, 1, to.rows), jnp.float32),
+        ],
+        grid_spec=grid,
+        compiler_params=program.compiler_params(),
+        name="block_attention_forward",
+    )
