@@ -283,7 +283,7 @@ def test_data_that_teaches_nothing_is_refused(files, tmp_path, rows, message):
     ("fields", "messages"),
     [
         ({"data__train_file": "absent.jsonl"}, ["data.train_file='absent.jsonl'", "there is no file"]),
-        ({"data__train_file": "chats.csv"}, ["data.train_file='chats.parquet'", "is not a .jsonl"]),
+        ({"data__train_file": "chats.csv"}, ["data.train_file='chats.csv'", "is not a .jsonl"]),
         ({"data__heldout_file": "absent.jsonl"}, ["data.heldout_file='absent.jsonl'", "there is no file"]),
         ({"model__target": "no such folder"}, ["model.target='no such folder'", "neither an existing folder"]),
         ({"model__mask_token_id": None}, ["model.mask_token_id is not set"]),
