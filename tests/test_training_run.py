@@ -326,7 +326,7 @@ def test_bad_rows_among_good_ones_are_counted_and_left_out(files, tmp_path, capl
     path = write_rows(tmp_path / "rows.jsonl", [rows[0], *bad, *rows[1:]])
     trainer = prepare(settings(files.target, path, tmp_path / "run"))
     assert trainer.batches.steps_per_epoch == 2
-    for reason in ("line 2", "far", "long", "rows kept"):
+    for reason in ("row 2", "far", "long", "rows kept"):
         assert reason in caplog.text
 
 
