@@ -1,10 +1,14 @@
 """Training on a prepared set is training on its rows; a set or file made for another target is refused."""
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny_run
+from tiny_tokenizer import tiny_tokenizer
 
+from dflash_jax.checkpoints.safetensors_io import fingerprint
 from dflash_jax.checkpoints.target_files import describe_target
 from dflash_jax.config import ConfigError
 from dflash_jax.data.prepared import PreparedRow, write_prepared
@@ -21,8 +25,6 @@ def data(tmp_path_factory):
     chats = tiny_run.write_rows(folder / "chats.jsonl", tiny_run.own_rows(target, 10))
     rows, _ = rows_from_regenerated(read_chats(chats)[0], max_length=32)
     made_of = [PreparedRow(row, split, "chats.jsonl", 1) for row in rows for split in ("train", "heldout")]
-    from dflash_jax.checkpoints.safetensors_io import fingerprint
-
     for name, made_for in {"own": fingerprint(target), "other": "0" * 16}.items():
         write_prepared(folder / name, made_of, {"target": name, "target_fingerprint": made_for})
     return folder
@@ -66,10 +68,6 @@ def test_what_was_made_for_another_target_is_refused_unless_allowed(data, tmp_pa
 
 
 def test_a_set_for_another_tokenizer_is_refused(data):
-    from types import SimpleNamespace
-
-    from tiny_tokenizer import tiny_tokenizer
-
     experiment = run(data, data, "own", "own")
     made_for = json.loads((data / "own/prepared_chats/1.0.0/metadata.json").read_text())
     target = SimpleNamespace(
@@ -85,8 +83,6 @@ def test_a_set_for_another_tokenizer_is_refused(data):
 
 
 def test_the_prompt_of_a_row_is_what_precedes_its_last_answer():
-    import numpy as np
-
     mask = np.asarray([0, 0, 1, 1, 0, 0, 1, 1, 0], bool)
     assert last_prompt(TrainingRow("a", np.arange(9), mask)) == [0, 1, 2, 3, 4, 5]
     assert last_prompt(TrainingRow("a", np.arange(3), np.asarray([0, 1, 1], bool))) == [0]

@@ -283,7 +283,7 @@ def test_data_that_teaches_nothing_is_refused(files, tmp_path, rows, message):
     ("fields", "messages"),
     [
         ({"data__train_file": "absent.jsonl"}, ["data.train_file='absent.jsonl'", "there is no file"]),
-        ({"data__train_file": "chats.parquet"}, ["data.train_file='chats.parquet'", "is not a .jsonl"]),
+        ({"data__train_file": "chats.csv"}, ["data.train_file='chats.csv'", "is not a .jsonl"]),
         ({"data__heldout_file": "absent.jsonl"}, ["data.heldout_file='absent.jsonl'", "there is no file"]),
         ({"model__target": "no such folder"}, ["model.target='no such folder'", "neither an existing folder"]),
         ({"model__mask_token_id": None}, ["model.mask_token_id is not set"]),
@@ -326,7 +326,7 @@ def test_bad_rows_among_good_ones_are_counted_and_left_out(files, tmp_path, capl
     path = write_rows(tmp_path / "rows.jsonl", [rows[0], *bad, *rows[1:]])
     trainer = prepare(settings(files.target, path, tmp_path / "run"))
     assert trainer.batches.steps_per_epoch == 2
-    for reason in ("line 2", "far", "long", "rows kept"):
+    for reason in ("row 2", "far", "long", "rows kept"):
         assert reason in caplog.text
 
 

@@ -172,7 +172,7 @@ class PreparedSplit(Sequence[TrainingRow]):
           ValueError: the folder holds no prepared set, or no such split.
         """
         self.folder, self.split = find_folder(folder), split
-        builder = tfds.builder_from_directory(self.folder)  # pyright: ignore[reportCallIssue]
+        builder = tfds.builder_from_directory(self.folder)
         if split not in builder.info.splits:
             raise ValueError(f"{folder} has no split {split!r}; there are {', '.join(builder.info.splits)}")
         self.provenance = read_provenance(folder)
