@@ -117,11 +117,12 @@ def _fill(
     if state is None:
         slots[:] = [waiting.popleft() if waiting else None for _ in slots]
         return start(request, [row for row in slots if row is not None], len(slots))
+    filled: LoopState = state
     for slot, row in enumerate(slots):
         if row is None and waiting:
             slots[slot] = new = waiting.popleft()
-            state = replace_row(state, start(request, [new], 1), jnp.int32(slot))
-    return state
+            filled = replace_row(filled, start(request, [new], 1), jnp.int32(slot))
+    return filled
 
 
 def _harvest(request: Request, state: LoopState, ended: dict[int, int]) -> dict[int, DecodedRow]:
