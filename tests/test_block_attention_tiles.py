@@ -81,7 +81,7 @@ def test_work_is_the_least_possible_for_the_tile_size(draw, window):
 bounds = st.lists(st.integers(0, 50), min_size=14, max_size=14)
 
 
-@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
 @hypothesis.given(starts=bounds, ends=bounds, window=st.sampled_from([None, 1, 7]), blocks=st.sampled_from([1, 3]))
 def test_any_order_lists_every_pair_once_with_its_kind(starts, ends, window, blocks):
     starts, ends = np.reshape(starts, (2, 7)), np.reshape(ends, (2, 7))

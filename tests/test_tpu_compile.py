@@ -36,8 +36,8 @@ def kernels_in(text: str) -> set[str]:
 
 
 def largest_buffer(text: str) -> int:
-    """Bytes of the largest array that the program names."""
-    arrays = re.findall(r"\b(pred|s8|bf16|s32|u32|f32)\[([\d,]+)\]", text)
+    """Bytes of the largest array that the program holds; what stands inside a fusion never reaches memory."""
+    arrays = re.findall(r"\b(pred|s8|bf16|s32|u32|f32)\[([\d,]+)\]", text[text.index("\nENTRY ") :])
     return max(ITEM_BYTES[kind] * math.prod(map(int, sizes.split(","))) for kind, sizes in arrays)
 
 
