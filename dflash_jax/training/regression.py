@@ -52,20 +52,37 @@ def normalised(x_D: jax.Array) -> jax.Array:
     return x_D * jax.lax.rsqrt(jnp.mean(jnp.square(x_D), axis=-1, keepdims=True) + 1e-12)
 
 
+class Anchors(NamedTuple):
+    """Inputs and outputs of the regression, a line an anchor: positions a with a … a+HORIZON supervised.
+
+    taps [A, M·D], raw, of position a − 1. tokens int32 [A], at a. hidden [A, HORIZON·D], final hidden states from a on.
+    """
+
+    taps: np.ndarray
+    tokens: np.ndarray
+    hidden: np.ndarray
+
+
+def anchors_of(tokens_T: np.ndarray, loss_mask_T: np.ndarray, taps_TMD: np.ndarray, hidden_TD: np.ndarray) -> Anchors:
+    """The anchors of one row."""
+    last = len(tokens_T) - HORIZON
+    run_A = np.stack([loss_mask_T[1 + k : last + k] for k in range(HORIZON + 1)]).all(axis=0)
+    at_A = 1 + np.flatnonzero(run_A)
+    hidden_AY = np.concatenate([hidden_TD[at_A + k] for k in range(HORIZON)], axis=1)
+    return Anchors(taps_TMD[at_A - 1].reshape(len(at_A), -1), tokens_T[at_A], hidden_AY)
+
+
 @functools.partial(jax.jit, donate_argnames=("moments",))
-def add_row(moments: Moments, tokens_T, loss_mask_T, taps_TMD, hidden_TD, embedding_VD) -> Moments:
-    """The moments with one row's anchors added: positions a with a … a+HORIZON supervised."""
-    T = tokens_T.shape[0]
-    at_A = jnp.arange(1, T - HORIZON)
-    run_A = jnp.stack([loss_mask_T[at_A + k] for k in range(HORIZON + 1)]).all(axis=0)
-    taps_AX = (taps_TMD.reshape(T, -1)[at_A - 1].astype(jnp.float32) - moments.shift) / moments.spread
-    anchor_AD = normalised(jnp.take(embedding_VD, tokens_T[at_A], axis=0).astype(jnp.float32))
-    inputs_AF = jnp.concatenate([taps_AX, anchor_AD, jnp.ones((len(at_A), 1))], axis=1) * run_A[:, None]
-    outputs_AY = jnp.concatenate([hidden_TD[at_A + k] for k in range(HORIZON)], axis=1).astype(jnp.float32)
+def add(moments: Moments, anchors: Anchors, count: jax.Array, embedding_VD: jax.Array) -> Moments:
+    """The moments with the first `count` anchors added; what lies behind is padding."""
+    real_A1 = (jnp.arange(len(anchors.tokens)) < count)[:, None]
+    taps_AX = (anchors.taps.astype(jnp.float32) - moments.shift) / moments.spread
+    anchor_AD = normalised(jnp.take(embedding_VD, anchors.tokens, axis=0).astype(jnp.float32))
+    inputs_AF = jnp.concatenate([taps_AX, anchor_AD, jnp.ones_like(real_A1, jnp.float32)], axis=1) * real_A1
     return moments._replace(
         ff=moments.ff + inputs_AF.T @ inputs_AF,
-        fy=moments.fy + inputs_AF.T @ outputs_AY,
-        count=moments.count + run_A.sum(),
+        fy=moments.fy + inputs_AF.T @ anchors.hidden.astype(jnp.float32),
+        count=moments.count + count,
     )
 
 

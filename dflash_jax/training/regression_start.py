@@ -22,7 +22,17 @@ from dflash_jax.models.rotary import frequencies_and_scale
 from dflash_jax.models.target import Target
 from dflash_jax.training.features import Features
 from dflash_jax.training.initialise import random_drafter
-from dflash_jax.training.regression import Moments, Solution, add_row, first_scale, no_moments, normalised, solve
+from dflash_jax.training.regression import (
+    Anchors,
+    Moments,
+    Solution,
+    add,
+    anchors_of,
+    first_scale,
+    no_moments,
+    normalised,
+    solve,
+)
 
 CONSTANT = 8.0  # value of the constant context component; the others have variance 1
 SHARPNESS = 24.0  # attention score of a head at the key that it looks for
@@ -30,6 +40,8 @@ NOISE = 0.1  # random part of queries and keys, relative to the laid out part
 OUTPUT_STD = 0.005  # of output weights that are not laid out
 FUSION_SCALE = 50.0  # the norm behind it undoes any scale; large weights move slowly under Adam
 FIRST_ROWS = 16  # rows that the taps' scale is measured on
+ADD_ANCHORS = 1024  # anchors that are summed up together, or a few more
+PAD_ANCHORS = 256
 
 
 class HeadPatterns(NamedTuple):
@@ -93,19 +105,35 @@ def row_moments(
         got = features(batch["tokens_BT"], batch["row_index_B"])
         if got.hidden is None:
             raise ValueError("the regression needs features with final hidden states")
-        return got.taps[0], got.hidden[0]
+        return np.asarray(got.taps[0]), np.asarray(got.hidden[0])
 
     first = batches[:FIRST_ROWS]
     shift, spread = first_scale(
         [batch["loss_mask_BT"][0] for batch in first], [taps_hidden(batch)[0] for batch in first]
     )
-    moments = no_moments(shift, spread, embedding_VD.shape[1])
+    moments, waiting = no_moments(shift, spread, embedding_VD.shape[1]), []
     for batch in tqdm(batches, desc="fitting the start", unit="row", dynamic_ncols=True):
-        tokens_T, loss_mask_T = batch["tokens_BT"][0], batch["loss_mask_BT"][0]
-        moments = add_row(moments, tokens_T, loss_mask_T, *taps_hidden(batch), embedding_VD)
+        waiting.append(anchors_of(batch["tokens_BT"][0], batch["loss_mask_BT"][0], *taps_hidden(batch)))
+        if sum(len(anchors.tokens) for anchors in waiting) >= ADD_ANCHORS:
+            moments, waiting = _add_waiting(moments, waiting, embedding_VD), []
+    moments = _add_waiting(moments, waiting, embedding_VD)
     tokens_N = np.concatenate([batch["tokens_BT"][0][batch["loss_mask_BT"][0]] for batch in batches])
     mean_D = normalised(jnp.take(embedding_VD, tokens_N, axis=0).astype(jnp.float32)).mean(axis=0)
     return moments, np.asarray(mean_D, np.float64)
+
+
+def _add_waiting(moments: Moments, waiting: list[Anchors], embedding_VD: jax.Array) -> Moments:
+    """Adds anchors, padded to a multiple of PAD_ANCHORS so that few programs are compiled."""
+    if not waiting:
+        return moments
+    count = sum(len(anchors.tokens) for anchors in waiting)
+    missing = -count % PAD_ANCHORS
+
+    def joined(*leaves) -> np.ndarray:
+        whole = np.concatenate(leaves)
+        return np.pad(whole, [(0, missing)] + [(0, 0)] * (whole.ndim - 1))
+
+    return add(moments, jax.tree.map(joined, *waiting), jnp.float32(count), embedding_VD)
 
 
 def head_patterns(config: DrafterConfig) -> HeadPatterns:
