@@ -46,13 +46,15 @@ def read_schedule(text: str) -> Schedule:
     Raises:
         ValueError: when the four parts are not found; a new compiler may write the listing otherwise.
     """
-    entered, bodies, loop = {}, [], [0, 0]
+    entered, bodies, loop, test_of_whole = {}, [], [0, 0], []
     for line in text.splitlines():
         if not (match := re.match(r"\s*(0x[0-9a-f]+|0)\s+(?:(LB|PF|LH|LE|PB|CT)\s*)?:", line)):
             continue
         address = int(match[1], 16)
         if match[2] == "LB":
             loop[0] = address
+        if re.search(r"= sand\.u32 4, %s", line):  # kind & WHOLE, the condition of the second part
+            test_of_whole.append(address)
         if branch := re.search(r"sbr\.rel \(!?%p\w+\) target = \$region(\d+)", line):
             entered[int(branch[1])] = address
             if address > loop[0] and "(!%p" in line:
@@ -60,6 +62,8 @@ def read_schedule(text: str) -> Schedule:
         if match[2] == "PF" and (region := re.search(r"Start/End empty region (\d+)", line)):
             bodies.append((entered[int(region[1])], address))
     chain = longest_chain(sorted(bodies))
+    before = [index for index, (start, _) in enumerate(chain) for test in test_of_whole if 0 <= start - test <= 8]
+    chain = chain[before[0] - 1 :][: len(PARTS)] if before else []
     if len(chain) != len(PARTS) or not loop[1]:
         raise ValueError(f"{len(chain)} parts found in the listing, not {len(PARTS)}: the format is not as expected")
     sizes = [end - start for start, end in chain]

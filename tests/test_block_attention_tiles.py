@@ -25,7 +25,7 @@ def listed(starts, ends, context_length: int, window=None, blocks=BLOCKS, keys=K
 
 def entries(visits: _tiles.Visits) -> list[tuple[int, int, int]]:
     count = int(visits.count)
-    return [tuple(map(int, entry)) for entry in zip(*(x[:count] for x in visits[:3]), strict=True)]
+    return [tuple(map(int, entry)) for entry in zip(*(np.asarray(x)[:count] for x in visits[:3]), strict=True)]
 
 
 def seen_grid(starts, ends, context_length, window, keys, width) -> np.ndarray:
@@ -93,18 +93,19 @@ def test_any_order_lists_every_pair_once_with_its_kind(starts, ends, window, blo
         for b, i, j in zip(*np.nonzero(some), strict=True)
     }  # fmt: skip
     for visits, tiles, flip in ((by_query, B * queries, False), (by_key, B * keys, True)):
-        content = [(tile, other, kind) for tile, other, kind in entries(visits) if kind & (_tiles.WHOLE | _tiles.PART)]
+        every = entries(visits)
+        content = [(tile, other, kind) for tile, other, kind in every if kind & (_tiles.WHOLE | _tiles.PART)]
         found = [
             ((other, tile) if flip else (tile, other)) + (bool(kind & _tiles.WHOLE),) for tile, other, kind in content
         ]
         assert len(found) == len(wanted) and set(found) == wanted
         assert not any(kind & _tiles.WHOLE and kind & _tiles.PART for *_, kind in content)
 
-        order = [tile for tile, *_ in entries(visits)]
+        order = [tile for tile, *_ in every]
         assert sorted(set(order)) == order[:1] + [b for a, b in itertools.pairwise(order) if a != b]
         assert set(order) == set(range(tiles))  # also those that read nothing: their output is written too
         for tile in range(tiles):
-            kinds = [kind for number, _, kind in entries(visits) if number == tile]
+            kinds = [kind for number, _, kind in every if number == tile]
             assert [kind & _tiles.FIRST for kind in kinds] == [_tiles.FIRST] + [0] * (len(kinds) - 1)
             assert [kind & _tiles.LAST for kind in kinds] == [0] * (len(kinds) - 1) + [_tiles.LAST]
 
