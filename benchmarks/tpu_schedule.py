@@ -106,7 +106,7 @@ def compile_kernels(generation: str, arguments) -> dict[str, Schedule]:
 
         def both(*arrays_and_bounds):
             *arrays, starts, ends = arrays_and_bounds
-            out, pull_back = jax.vjp(lambda *x: block_attention(*x, starts, ends, scale=0.1, backend="tpu"), *arrays)
+            out, pull_back = jax.vjp(lambda *x: block_attention(*(*x, starts, ends), scale=0.1, backend="tpu"), *arrays)
             return out, pull_back(out)
 
         jax.jit(both).lower(*arrays, bounds, bounds).compile()
