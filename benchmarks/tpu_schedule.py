@@ -104,9 +104,13 @@ def compile_kernels(generation: str, arguments) -> dict[str, Schedule]:
         arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=place) for size in sizes]
         bounds = jax.ShapeDtypeStruct((1, a.blocks), jnp.int32, sharding=place)
 
-        def both(*arrays_and_bounds):
-            *arrays, starts, ends = arrays_and_bounds
-            out, pull_back = jax.vjp(lambda *x: block_attention(*x, starts, ends, scale=0.1, backend="tpu"), *arrays)
+        def both(q, k_block, v_block, k_context, v_context, starts, ends):
+            def op(q, k_block, v_block, k_context, v_context):
+                return block_attention(
+                    q, k_block, v_block, k_context, v_context, starts, ends, scale=0.1, backend="tpu"
+                )
+
+            out, pull_back = jax.vjp(op, q, k_block, v_block, k_context, v_context)
             return out, pull_back(out)
 
         jax.jit(both).lower(*arrays, bounds, bounds).compile()
