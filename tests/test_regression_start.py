@@ -133,3 +133,24 @@ def test_without_hidden_states_there_is_no_regression():
     batch = {"tokens_BT": TOKENS[[0]], "loss_mask_BT": np.ones((1, T), bool), "row_index_B": np.array([0])}
     with pytest.raises(ValueError, match="final hidden states"):
         row_moments([batch], without, TARGET.model.embedding[...])
+
+
+def test_rows_too_short_to_learn_from_are_refused_by_field():
+    batch = {"tokens_BT": TOKENS[[0]], "loss_mask_BT": np.arange(T)[None] < 3, "row_index_B": np.array([0])}
+    with pytest.raises(ConfigError, match=r"data\.train_file: no row has 4 supervised tokens"):
+        row_moments([batch], features, TARGET.model.embedding[...])
+
+
+def test_a_mask_token_without_an_embedding_is_refused_by_field(moments):
+    target = random_target(factor=1.0, **SHAPE).model
+    target.embedding[...] = target.embedding[...].at[CONFIG.mask_token_id].set(0)
+    with pytest.raises(ConfigError, match=r"model\.mask_token_id=60"):
+        drafter_by_regression(CONFIG, target, *moments, 0)
+
+
+def test_a_fit_without_a_cache_or_a_teacher_trains_on_labels(folder, tmp_path):
+    fields = {"model__initialisation": "regression", "training__feature_cache": "none"}
+    trainer = prepare(settings(folder / "target", folder / "chats.jsonl", tmp_path / "run", **fields))
+    row = np.zeros((1, 32), np.int32), np.array([0])
+    assert trainer.features(*row).hidden is None  # no step pays for what only the fit needs
+    assert trainer.run().steps == 20

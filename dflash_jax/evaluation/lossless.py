@@ -87,7 +87,7 @@ def _define_flags() -> None:
     flags.DEFINE_string("target", None, "Folder, hub id, or smollm2-135m-instruct.", required=True)
     flags.DEFINE_string("drafter", None, "Drafter folder or hub id.", required=True)
     flags.DEFINE_string("prompts", None, "Chats, one a line; their prompts are used.", required=True)
-    flags.DEFINE_integer("limit", 64, "Prompts to check.", lower_bound=1)
+    flags.DEFINE_integer("limit", 64, "Prompts to check, from the first.", lower_bound=1)
     flags.DEFINE_integer("max_new_tokens", 64, "New tokens of each.", lower_bound=1)
     flags.DEFINE_integer("batch_size", 16, "Prompts decoded together.", lower_bound=1)
     flags.DEFINE_integer("width", None, "Block width; default: the drafter's.", lower_bound=1)
@@ -104,9 +104,10 @@ def _run(flag: flags.FlagValues) -> bool:
     drafter = load_drafter(flag.drafter, target=target, dtype=flag.dtype)
     if target.tokenizer is None:
         raise ValueError(f"--target={flag.target} has no tokenizer to render prompts with")
-    conversations, read = read_prompts(flag.prompts)
+    conversations, read = read_prompts(flag.prompts, limit=flag.limit)
     longest = target.config.max_position_embeddings - flag.max_new_tokens
-    encoded = encode_prompts(target.tokenizer, conversations, read, max_prompt_length=longest)[: flag.limit]
+    rows = target.config.vocab_size
+    encoded = encode_prompts(target.tokenizer, conversations, read, max_prompt_length=longest, embedding_rows=rows)
     if not encoded:
         raise ValueError(f"--prompts={flag.prompts}: no prompt of it can be used\n{read.table()}")
     found = differences(

@@ -72,11 +72,14 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
     training = experiment.training
     features = make_features(
         *(training.feature_cache, target.model, config.target_layer_ids),
-        with_hidden=model.initialisation == "regression" or training.loss == "teacher",
+        with_hidden=_keeps_hidden(experiment),
     )
     if _starts_by_regression(experiment):
         singles = [collate(rows, [i], _bucket(length, data.length_buckets)) for i, length in enumerate(lengths)]
-        moments = row_moments(singles, features, target.model.embedding[...])
+        fitted_on = features
+        if not _keeps_hidden(experiment):
+            fitted_on = make_features("none", target.model, config.target_layer_ids, with_hidden=True)
+        moments = row_moments(singles, fitted_on, target.model.embedding[...])
         drafter = drafter_by_regression(config, target.model, *moments, training.seed)
     return Trainer(
         *(experiment, target, config, drafter, batches),
@@ -85,6 +88,14 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
         tables=_tables(training, target, rows, len(lengths)),
         data_fingerprint=fingerprint,
     )
+
+
+def _keeps_hidden(experiment: ExperimentConfig) -> bool:
+    """Whether features hold final hidden states: the teacher loss needs them in every step, a fit only once, and there
+    they are kept with the taps where features are remembered."""
+    model, training = experiment.model, experiment.training
+    fitted = model.initialisation == "regression" and model.warm_start is None
+    return training.loss == "teacher" or (fitted and training.feature_cache == "memory")
 
 
 def _starts_by_regression(experiment: ExperimentConfig) -> bool:
@@ -223,5 +234,6 @@ def _announce(experiment, target: LoadedTarget, config, drafter, lengths: Sequen
     if training.feature_cache == "memory":
         tokens = sum(_bucket(length, experiment.data.length_buckets) for length in lengths)
         itemsize = target.model.embedding[...].dtype.itemsize
-        size = feature_bytes(tokens, len(config.target_layer_ids), config.hidden_size, itemsize)
+        arrays = len(config.target_layer_ids) + _keeps_hidden(experiment)
+        size = feature_bytes(tokens, arrays, config.hidden_size, itemsize)
         logger.info("features are kept in memory: about %.1f GB", size / 1e9)

@@ -69,7 +69,8 @@ def anchors_of(tokens_T: np.ndarray, loss_mask_T: np.ndarray, taps_TMD: np.ndarr
     run_A = np.stack([loss_mask_T[1 + k : last + k] for k in range(HORIZON + 1)]).all(axis=0)
     at_A = 1 + np.flatnonzero(run_A)
     hidden_AY = np.concatenate([hidden_TD[at_A + k] for k in range(HORIZON)], axis=1)
-    return Anchors(taps_TMD[at_A - 1].reshape(len(at_A), -1), tokens_T[at_A], hidden_AY)
+    taps_TX = taps_TMD.reshape(len(tokens_T), -1)
+    return Anchors(taps_TX[at_A - 1], tokens_T[at_A], hidden_AY)
 
 
 @functools.partial(jax.jit, donate_argnames=("moments",))

@@ -23,6 +23,7 @@ from dflash_jax.models.target import Target
 from dflash_jax.training.features import Features
 from dflash_jax.training.initialise import random_drafter
 from dflash_jax.training.regression import (
+    HORIZON,
     Anchors,
     Moments,
     Solution,
@@ -68,12 +69,17 @@ def drafter_by_regression(
         mean_anchor_D: the mean normalised embedding of the anchors, also from there.
 
     Raises:
-        ConfigError: see `check_regression_fits`.
+        ConfigError: see `check_regression_fits`; or the mask token's embedding is zero.
     """
     check_regression_fits(config)
+    mask_D = np.asarray(target.embedding[config.mask_token_id], np.float64)
+    if not mask_D.any():
+        raise ConfigError(
+            f"model.mask_token_id={config.mask_token_id}: its embedding is zero, and model.initialisation='regression' "
+            "finds slots by it; choose another mask token or initialisation"
+        )
     drafter = random_drafter(config, seed)
     solution = solve(moments, min(config.num_kv_heads * config.head_dim, config.hidden_size), CONSTANT)
-    mask_D = np.asarray(target.embedding[config.mask_token_id], np.float64)
     drafter.fc.kernel[...] = _float32(FUSION_SCALE * solution.fusion @ solution.anchor_basis.T)
     drafter.norm.scale[...] = _float32(target.norm.scale[...])
     for index in range(config.num_layers):
@@ -99,6 +105,9 @@ def row_moments(
     Args:
         batches: of one row each (see data.pipeline.collate), padded as in training, so that features are kept.
         features: gives taps and final hidden states.
+
+    Raises:
+        ConfigError: no row has enough supervised tokens in a run.
     """
 
     def taps_hidden(batch):
@@ -117,8 +126,15 @@ def row_moments(
         if sum(len(anchors.tokens) for anchors in waiting) >= ADD_ANCHORS:
             moments, waiting = _add_waiting(moments, waiting, embedding_VD), []
     moments = _add_waiting(moments, waiting, embedding_VD)
-    tokens_N = np.concatenate([batch["tokens_BT"][0][batch["loss_mask_BT"][0]] for batch in batches])
-    mean_D = normalised(jnp.take(embedding_VD, tokens_N, axis=0).astype(jnp.float32)).mean(axis=0)
+    if moments.count == 0:
+        raise ConfigError(
+            f"data.train_file: no row has {HORIZON + 1} supervised tokens in a run, which "
+            "model.initialisation='regression' learns from; use initialisation='random'"
+        )
+    counts_V = sum(
+        np.bincount(batch["tokens_BT"][0][batch["loss_mask_BT"][0]], minlength=len(embedding_VD)) for batch in batches
+    )
+    mean_D = jnp.asarray(counts_V / np.sum(counts_V), jnp.float32) @ normalised(embedding_VD.astype(jnp.float32))
     return moments, np.asarray(mean_D, np.float64)
 
 

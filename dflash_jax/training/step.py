@@ -129,9 +129,9 @@ def train_step(
 ) -> tuple[TrainState, BlockSums]:
     """One update from batch [micro-batches, B, …].
 
-    The gradient is that of Σ weight · CE / Σ weight over all micro-batches (and devices), so it does not depend on how
-    rows are split. A step whose loss or gradient is not finite changes nothing but `step` and `skipped`; a loss that is
-    not finite is left out of the sums. A step without a supervised slot has gradient zero.
+    The gradient is that of Σ weight · loss / Σ weight over all micro-batches (and devices), so it does not depend on
+    how rows are split. A step whose loss or gradient is not finite changes nothing but `step` and `skipped`; a loss
+    that is not finite is left out of the sums. A step without a supervised slot has gradient zero.
     """
 
     def micro_step(carry, micro: Batch):
