@@ -46,13 +46,13 @@ def test_import_then_export_is_byte_equal(name, dtype, tmp_path):
 def test_an_export_is_read_by_an_independent_reader(tmp_path):
     loaded = load_drafter(FIXTURES / "qwen3_b8" / "drafter")
     out = export_drafter(loaded.model, loaded.config, tmp_path / "out")
-    kernel_FD = np.asarray(loaded.model.layers[2].mlp.down_proj.kernel[...])
+    weight_DF = np.asarray(loaded.model.layers[2].mlp.down_proj.weight[...])
     data = (out / "model.safetensors").read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     entry = json.loads(data[8 : 8 + length])["layers.2.mlp.down_proj.weight"]
     begin, end = (8 + length + offset for offset in entry["data_offsets"])
-    assert (entry["dtype"], entry["shape"]) == ("F32", list(kernel_FD.shape[::-1]))
-    np.testing.assert_array_equal(np.frombuffer(data[begin:end], np.float32).reshape(entry["shape"]), kernel_FD.T)
+    assert (entry["dtype"], entry["shape"]) == ("F32", list(weight_DF.shape))
+    np.testing.assert_array_equal(np.frombuffer(data[begin:end], np.float32).reshape(entry["shape"]), weight_DF)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_export_never_replaces_a_drafter_unasked(tmp_path):
         export_drafter(loaded.model, loaded.config, out, dtype="bfloat16")
     assert (out / "model.safetensors").read_bytes() == before
     export_drafter(loaded.model, loaded.config, out, dtype="bfloat16", overwrite=True)
-    assert load_drafter(out, dtype=None).model.fc.kernel.dtype == jnp.bfloat16
+    assert load_drafter(out, dtype=None).model.fc.weight.dtype == jnp.bfloat16
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "notes.txt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 

@@ -174,7 +174,7 @@ def test_a_drafter_started_from_the_target_copies_its_first_and_last_layers(file
     assert bits(first) == bits(target.model.layers[0])
     assert bits(last) == bits(target.model.layers[3])
     assert bits(drafter.norm) == bits(target.model.norm)
-    last_tap_DD = np.asarray(drafter.fc.kernel[...])[32:]
+    last_tap_DD = np.asarray(drafter.fc.weight[...])[:, 32:]
     np.testing.assert_allclose(np.diag(last_tap_DD), 1, atol=0.1)  # identity, and noise of 0.02
     assert np.abs(last_tap_DD - np.diag(np.diag(last_tap_DD))).max() < 0.1
     theirs = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(target.model)}

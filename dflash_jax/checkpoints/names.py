@@ -1,6 +1,6 @@
 """The one place that knows tensor names: Hugging Face names ↔ attribute paths of Target and Drafter.
 
-A name and a path may hold {i}, the layer. Linear weights are (out, in) in a file and [in, out] here, hence transposed.
+A name and a path may hold {i}, the layer. Tensors have the same layout in files and modules.
 """
 
 from collections.abc import Collection, Iterable
@@ -11,15 +11,14 @@ from dflash_jax.models.family import DrafterConfig, TargetConfig
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: its name in a file, the attribute path of its parameter, and whether it is transposed between."""
+    """One tensor: its name in a file, and the attribute path of its parameter."""
 
     name: str
     path: str
-    transposed: bool = False
 
 
 def _linear(name: str, path: str, *, bias: bool = False) -> tuple[Entry, ...]:
-    weight = Entry(f"{name}.weight", f"{path}.kernel", transposed=True)
+    weight = Entry(f"{name}.weight", f"{path}.weight")
     return (weight, Entry(f"{name}.bias", f"{path}.bias")) if bias else (weight,)
 
 

@@ -53,14 +53,11 @@ def fill(
         raise CheckpointError(f"{tensors.folder} doesn't fit its config.json: " + "; ".join(problems))
     for entry in entries:
         array = tensors.read(entry.name)
-        array = array.T if entry.transposed else array
         parameter(module, entry.path).set_value(jnp.asarray(array, dtype=dtype))
 
 
 def collect(module: nnx.Module, entries: Iterable[Entry], *, dtype: str | None = None) -> dict[str, np.ndarray]:
-    """The tensors of a module under their names in a file, in the layout of a file.
-
-    Transposed ones are views: writers must make them contiguous.
+    """The tensors of a module under their names in a file.
 
     Args:
         module: a module with concrete parameters.
@@ -70,13 +67,12 @@ def collect(module: nnx.Module, entries: Iterable[Entry], *, dtype: str | None =
     tensors = {}
     for entry in entries:
         array = np.asarray(jax.device_get(parameter(module, entry.path)[...]))
-        array = array if dtype is None else array.astype(jnp.dtype(dtype))
-        tensors[entry.name] = array.T if entry.transposed else array
+        tensors[entry.name] = array if dtype is None else array.astype(jnp.dtype(dtype))
     return tensors
 
 
 def parameter(module: nnx.Module, path: str) -> nnx.Param:
-    """The parameter at a dotted path such as "layers.0.attention.q_proj.kernel"."""
+    """The parameter at a dotted path such as "layers.0.attention.q_proj.weight"."""
     node: Any = module
     for part in path.split("."):
         node = node[int(part)] if part.isdigit() else getattr(node, part)
@@ -111,7 +107,6 @@ def _misshapen(module: nnx.Module, entries: Iterable[Entry], tensors: TensorFold
     problems = []
     for entry in entries:
         wanted = tuple(parameter(module, entry.path).shape)
-        wanted = wanted[::-1] if entry.transposed else wanted
         if tensors.shape(entry.name) != wanted:
             problems.append(f"{entry.name} is {list(tensors.shape(entry.name))}, the config makes it {list(wanted)}")
     return [f"wrong shapes: {_some(problems, '; ')}"] if problems else []

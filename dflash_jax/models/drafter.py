@@ -112,7 +112,7 @@ class Drafter(nnx.Module):
     def init_cache(self, batch: int, length: int) -> KVCache:
         """Room for the context keys and values of `length` positions. Block keys and values are never kept."""
         c = self.config
-        return empty_cache(c.num_layers, batch, c.num_kv_heads, length, c.head_dim, self.fc.kernel[...].dtype)
+        return empty_cache(c.num_layers, batch, c.num_kv_heads, length, c.head_dim, self.fc.weight[...].dtype)
 
     def absorb(self, cache: KVCache, taps_BTMD: jax.Array, positions_BT: jax.Array) -> KVCache:
         """Writes the context keys and values of T consecutive positions of each row."""
@@ -163,7 +163,7 @@ class Drafter(nnx.Module):
         """
         masks_BV = jnp.full((anchor_B.shape[0], width - 1), self.config.mask_token_id, anchor_B.dtype)
         block_BW = jnp.concatenate([anchor_B[:, None], masks_BV], axis=1)
-        embedded_BWD = target.embed(block_BW).astype(self.fc.kernel[...].dtype)
+        embedded_BWD = target.embed(block_BW).astype(self.fc.weight[...].dtype)
         hidden_BWD = self.block_hidden(embedded_BWD, cache, position_B)
         logits_BVV = target.logits(hidden_BWD[:, 1:].astype(target.dtype))
         return draw(logits_BVV, position_B[:, None] + jnp.arange(1, width))

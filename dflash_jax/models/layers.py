@@ -10,21 +10,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dflash_jax.models.project import project
 from dflash_jax.models.rotary import Rotation, rotate
 
 INIT_STD = 0.02
 
 
 class Linear(nnx.Module):
-    """y = x · kernel (+ bias); kernel is [in, out], drawn from a normal with the usual 0.02."""
+    """y = x · weightᵀ (+ bias); weight is [out, in] as in checkpoints, drawn from a normal with the usual 0.02."""
 
     def __init__(self, features_in: int, features_out: int, *, bias: bool = False, rngs: nnx.Rngs, dtype=jnp.float32):
-        draw = INIT_STD * jax.random.normal(rngs.params(), (features_in, features_out), jnp.float32)
-        self.kernel = nnx.Param(draw.astype(dtype))
+        draw = INIT_STD * jax.random.normal(rngs.params(), (features_out, features_in), jnp.float32)
+        self.weight = nnx.Param(draw.astype(dtype))
         self.bias = nnx.Param(jnp.zeros((features_out,), dtype)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x @ self.kernel[...].astype(x.dtype)
+        y = project(x, self.weight[...].astype(x.dtype))
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 

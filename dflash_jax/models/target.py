@@ -10,6 +10,7 @@ from dflash_jax.models.attention import Segment, grouped_attention
 from dflash_jax.models.cache import KVCache, empty_cache, write
 from dflash_jax.models.family import TargetConfig
 from dflash_jax.models.layers import INIT_STD, MLP, AttentionProjections, RMSNorm
+from dflash_jax.models.project import project
 from dflash_jax.models.rotary import Rotation, rotation
 
 
@@ -72,7 +73,7 @@ class Target(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Final hidden states [..., D] → float32 logits [..., V]."""
-        return jnp.einsum("...d,vd->...v", hidden, self.head_VD, preferred_element_type=jnp.float32)
+        return project(hidden, self.head_VD, dtype=jnp.float32)
 
     def forward(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache | None = None, *, taps: tuple[int, ...] = ()

@@ -38,7 +38,7 @@ def drafter_from_target(config: DrafterConfig, target: Target, seed: int) -> Dra
         _copy_layer(layer, target.layers[index + skipped if index else 0])
     D, M = config.hidden_size, len(config.target_layer_ids)
     identity_DD = jnp.eye(D, dtype=jnp.float32)
-    drafter.fc.kernel[...] = drafter.fc.kernel[...].at[(M - 1) * D :].add(identity_DD)
+    drafter.fc.weight[...] = drafter.fc.weight[...].at[:, (M - 1) * D :].add(identity_DD)
     scales_LD = jnp.stack([layer.input_norm.scale[...] for layer in drafter.layers])
     drafter.hidden_norm.scale[...] = jnp.mean(scales_LD, axis=0)
     drafter.norm.scale[...] = _master(target.norm.scale)
@@ -61,9 +61,9 @@ def _check_copyable(config: DrafterConfig, target: Target) -> None:
 
 def _copy_layer(layer, source) -> None:
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        getattr(layer.attention, name).kernel[...] = _master(getattr(source.attention, name).kernel)
+        getattr(layer.attention, name).weight[...] = _master(getattr(source.attention, name).weight)
     for name in ("gate_proj", "up_proj", "down_proj"):
-        getattr(layer.mlp, name).kernel[...] = _master(getattr(source.mlp, name).kernel)
+        getattr(layer.mlp, name).weight[...] = _master(getattr(source.mlp, name).weight)
     layer.input_norm.scale[...] = _master(source.input_norm.scale)
     layer.post_attention_norm.scale[...] = _master(source.post_attention_norm.scale)
     for norm, projection in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
@@ -77,8 +77,8 @@ def _copy_layer(layer, source) -> None:
 
 def _white_rms(layer, projection: str) -> jax.Array:
     """RMS of each head dimension, pooled over heads and over the two halves that rotation mixes, float32 [H]."""
-    kernel_DO = layer.input_norm.scale[...][:, None] * getattr(layer.attention, projection).kernel[...]
-    power_nH = jnp.square(kernel_DO).sum(axis=0).reshape(-1, layer.attention.head_dim)
+    weight_OD = layer.input_norm.scale[...] * getattr(layer.attention, projection).weight[...]
+    power_nH = jnp.square(weight_OD).sum(axis=1).reshape(-1, layer.attention.head_dim)
     half = layer.attention.head_dim // 2
     power_h = power_nH.reshape(-1, 2, half).mean(axis=(0, 1))
     return jnp.tile(jnp.sqrt(power_h), 2)

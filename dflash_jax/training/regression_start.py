@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import ConfigError, DrafterConfig
+from dflash_jax.models.layers import Linear
 from dflash_jax.models.rotary import frequencies_and_scale
 from dflash_jax.models.target import Target
 from dflash_jax.training.features import Features
@@ -80,7 +81,7 @@ def drafter_by_regression(
         )
     drafter = random_drafter(config, seed)
     solution = solve(moments, min(config.num_kv_heads * config.head_dim, config.hidden_size), CONSTANT)
-    drafter.fc.kernel[...] = _float32(FUSION_SCALE * solution.fusion @ solution.anchor_basis.T)
+    _set(drafter.fc, FUSION_SCALE * solution.fusion @ solution.anchor_basis.T)
     drafter.norm.scale[...] = _float32(target.norm.scale[...])
     for index in range(config.num_layers):
         _lay_out(drafter, index, solution, mean_anchor_D, mask_D, np.random.default_rng([seed, index]))
@@ -193,13 +194,13 @@ def _lay_out(drafter: Drafter, index: int, solution: Solution, mean_anchor_D, ma
     key_DKH = NOISE / np.sqrt(D) * random.normal(size=(D, K, H)) + key_DH[:, None]
     value_DC, output_NHD = _values_and_outputs(config, index, solution, drafter, mask_D, random)
     attention = layer.attention
-    attention.q_proj.kernel[...] = _float32(query_DNH.reshape(D, N * H))
-    attention.k_proj.kernel[...] = _float32(key_DKH.reshape(D, K * H))
-    attention.v_proj.kernel[...] = _float32(value_DC)
-    attention.o_proj.kernel[...] = _float32(output_NHD.reshape(N * H, D))
+    _set(attention.q_proj, query_DNH.reshape(D, N * H))
+    _set(attention.k_proj, key_DKH.reshape(D, K * H))
+    _set(attention.v_proj, value_DC)
+    _set(attention.o_proj, output_NHD.reshape(N * H, D))
     norm: Any = attention.q_norm  # a drafter always has one
     norm.scale[...] = jnp.full((H,), SHARPNESS / np.sqrt(H), jnp.float32)
-    layer.mlp.down_proj.kernel[...] = jnp.zeros_like(layer.mlp.down_proj.kernel[...])
+    layer.mlp.down_proj.weight[...] = jnp.zeros_like(layer.mlp.down_proj.weight[...])
 
 
 def _values_and_outputs(config: DrafterConfig, index: int, solution: Solution, drafter: Drafter, mask_D, random):
@@ -226,6 +227,11 @@ def _values_and_outputs(config: DrafterConfig, index: int, solution: Solution, d
             output_NHD[first + 1] = cancel_CD[part]
             output_NHD[first + 2] = from_anchor_CD[part]
     return value_DC, output_NHD
+
+
+def _set(linear: Linear, map_IO) -> None:
+    """Gives a linear layer the map x → x · map_IO."""
+    linear.weight[...] = _float32(map_IO.T)
 
 
 def _float32(array) -> jax.Array:
