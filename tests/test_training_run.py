@@ -13,6 +13,8 @@ from tiny_run import bits, chat_row, own_rows, placed, read_metrics, settings, w
 
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, export_drafter, load_drafter, load_target
 from dflash_jax.config import ConfigError
+from dflash_jax.data.pipeline import collate
+from dflash_jax.data.rows import TrainingRow
 from dflash_jax.decoding.generate import generate
 from dflash_jax.evaluation.training_run import HeldOut, prepare, train
 from dflash_jax.training.features import OnlineFeatures, RememberedFeatures
@@ -131,15 +133,28 @@ def test_remembered_features_and_accumulation_train_the_same_drafter(run, files,
         assert np.median(difference) < 1e-6
 
 
-def test_a_row_that_moves_to_a_longer_batch_is_remembered_at_both_lengths(files):
-    target = load_target(files.target).model
-    remembered, online = RememberedFeatures(target, (0, 2)), OnlineFeatures(target, (0, 2))
-    tokens_1T = np.arange(16, dtype=np.int32)[None]
-    longer_1T = np.pad(tokens_1T, ((0, 0), (0, 16)))
-    row_1 = np.array([5], np.int32)
-    for tokens in (tokens_1T, longer_1T, tokens_1T):
-        # one row alone in both, so the same program and the same bits
-        np.testing.assert_array_equal(remembered(tokens, row_1).taps, online(tokens, row_1).taps)
+def test_remembered_features_are_those_of_each_row_whoever_asks_first_and_however_it_is_padded(files):
+    target, rng = load_target(files.target).model, np.random.default_rng(0)
+    lengths = [5, 40, 12, 33, 17, 8]  # two groups, the second not full
+    rows = [TrainingRow("", rng.integers(1, 32, n).astype(np.int32), np.ones(n, bool)) for n in lengths]
+
+    def features(order: list[int], T: int):
+        remembered = RememberedFeatures(target, (0, 2), rows, lengths, with_hidden=True)
+        found = {}
+        for row in order:
+            batch = collate(rows, [row], T)
+            found[row] = jax.tree.map(lambda leaf: np.asarray(leaf[0]), remembered(batch["tokens_BT"], np.array([row])))
+        return found
+
+    first, second = features([0, 1, 2, 3, 4, 5], 48), features([5, 3, 1, 0, 4, 2], 64)
+    online = OnlineFeatures(target, (0, 2), with_hidden=True)
+    for row, length in enumerate(lengths):
+        alone = online(collate(rows, [row], length)["tokens_BT"], np.array([row]))
+        for mine, other, its_own in zip(first[row], second[row], alone, strict=True):
+            assert mine.shape[0] == 48
+            np.testing.assert_array_equal(mine[:length], other[:length])
+            np.testing.assert_allclose(mine[:length], its_own[0], atol=1e-5)
+            assert not mine[length:].any()
 
 
 # Where training starts

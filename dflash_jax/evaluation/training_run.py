@@ -25,7 +25,7 @@ from dflash_jax.data.records import read_chats
 from dflash_jax.data.rows import TrainingRow, rows_from_regenerated
 from dflash_jax.evaluation.heldout import acceptance_by_decoding, fixed_anchor_report
 from dflash_jax.models.family import DrafterConfig
-from dflash_jax.training.features import feature_bytes, make_features
+from dflash_jax.training.features import OnlineFeatures, feature_bytes, make_features
 from dflash_jax.training.initialise import parameter_count
 from dflash_jax.training.regression_start import drafter_by_regression, row_moments
 from dflash_jax.training.setup import starting_drafter, step_settings
@@ -71,14 +71,14 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
     _announce(experiment, target, config, drafter, lengths)
     training = experiment.training
     features = make_features(
-        *(training.feature_cache, target.model, config.target_layer_ids),
+        *(training.feature_cache, target.model, config.target_layer_ids, rows, lengths),
         with_hidden=_keeps_hidden(experiment),
     )
     if _starts_by_regression(experiment):
         singles = [collate(rows, [i], _bucket(length, data.length_buckets)) for i, length in enumerate(lengths)]
         fitted_on = features
         if not _keeps_hidden(experiment):
-            fitted_on = make_features("none", target.model, config.target_layer_ids, with_hidden=True)
+            fitted_on = OnlineFeatures(target.model, config.target_layer_ids, with_hidden=True)
         moments = row_moments(singles, fitted_on, target.model.embedding[...])
         drafter = drafter_by_regression(config, target.model, *moments, training.seed)
     return Trainer(
@@ -133,10 +133,14 @@ class HeldOut:
         self.part, self.target = experiment.evaluation, target
         rows = training_rows(experiment.data.heldout_file, "data.heldout_file", experiment, target, split="heldout")
         self.prompts = [last_prompt(row) for row in rows[: self.part.decode_prompts]]
-        self.batches = _fixed_batches(rows[: self.part.rows], experiment)
+        evaluated = rows[: self.part.rows]
+        self.batches = _fixed_batches(evaluated, experiment)
         self.settings = step_settings(experiment, config)._replace(anchors=self.part.anchors_per_row, teacher=False)
         self.tables = VocabularyTables(target.model.embedding[...], target.model.head_VD)
-        self.features = make_features(experiment.training.feature_cache, target.model, config.target_layer_ids)
+        lengths = [len(row.tokens) for row in evaluated]
+        self.features = make_features(
+            experiment.training.feature_cache, target.model, config.target_layer_ids, evaluated, lengths
+        )
 
     def __call__(self, loaded: LoadedDrafter, step: int, last: bool) -> dict[str, Any]:
         """The metrics of a drafter; acceptance_length is among them when it was decoded with."""
@@ -232,8 +236,7 @@ def _announce(experiment, target: LoadedTarget, config, drafter, lengths: Sequen
         *(training.anchors_per_row, jax.devices()[0].device_kind),
     )
     if training.feature_cache == "memory":
-        tokens = sum(_bucket(length, experiment.data.length_buckets) for length in lengths)
         itemsize = target.model.embedding[...].dtype.itemsize
         arrays = len(config.target_layer_ids) + _keeps_hidden(experiment)
-        size = feature_bytes(tokens, arrays, config.hidden_size, itemsize)
+        size = feature_bytes(sum(lengths), arrays, config.hidden_size, itemsize)
         logger.info("features are kept in memory: about %.1f GB", size / 1e9)

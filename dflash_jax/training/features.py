@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.data.pipeline import collate
+from dflash_jax.data.rows import TrainingRow
 from dflash_jax.training.step import context_taps, hidden_and_taps
+
+GROUP_ROWS = 4  # rows that the target runs together
+LENGTH_STEP = 32  # their lengths are rounded up to a multiple of it, so that few programs are compiled
 
 
 class Features(NamedTuple):
@@ -36,28 +42,56 @@ class OnlineFeatures:
 
 
 class RememberedFeatures:
-    """Runs the target once a row and keeps the result in host memory, in the target's dtype.
+    """Runs the target once for every row and keeps the result in host memory, in the target's dtype.
 
-    A row always runs alone, and once for each length it is padded to (now and then a row fills up a batch of the next
-    length). So its features are the same bits whenever they are computed: a resumed run, which starts with an empty
-    memory, continues exactly.
+    Rows run in groups of similar length that depend on the rows alone, the whole group when one of it is asked for. So
+    a row's features are the same bits whenever they are computed: a resumed run, which starts with an empty memory,
+    continues exactly. Behind a row's end they are zero; nothing reads them there.
     """
 
-    def __init__(self, target, layers: tuple[int, ...], *, with_hidden: bool = False):
+    def __init__(
+        self,
+        target,
+        layers: tuple[int, ...],
+        rows: Sequence[TrainingRow],
+        lengths: Sequence[int],
+        *,
+        with_hidden: bool = False,
+    ):
         self._target, self._layers, self._with_hidden = target, layers, with_hidden
-        self._rows: dict[tuple[int, int], Features] = {}
+        self._rows, self._lengths = rows, lengths
+        by_length = np.argsort(lengths, kind="stable").tolist()
+        groups = [by_length[first : first + GROUP_ROWS] for first in range(0, len(by_length), GROUP_ROWS)]
+        self._group_of = {row: group for group in groups for row in group}
+        self._known: dict[int, Features] = {}
 
     def __call__(self, tokens_BT: np.ndarray, rows_B: np.ndarray) -> Features:
         """Features of the batch; rows_B are the rows' numbers in the data set."""
-        rows = [self._row(*pair) for pair in zip(tokens_BT, rows_B.tolist(), strict=True)]
+        T = tokens_BT.shape[1]
+        rows = [jax.tree.map(lambda leaf: _padded(leaf, T), self._row(row)) for row in rows_B.tolist()]
         return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *rows)
 
-    def _row(self, tokens_T: np.ndarray, row: int) -> Features:
-        key = (row, len(tokens_T))
-        if key not in self._rows:
-            one = _run(self._target, tokens_T[None], self._layers, self._with_hidden)
-            self._rows[key] = jax.tree.map(lambda leaf: np.asarray(leaf[0]), one)
-        return self._rows[key]
+    def _row(self, row: int) -> Features:
+        if row not in self._known:
+            self._run_group(self._group_of[row])
+        return self._known[row]
+
+    def _run_group(self, group: list[int]) -> None:
+        longest = -(-max(self._lengths[row] for row in group) // LENGTH_STEP) * LENGTH_STEP
+        batch = collate(self._rows, group + group[:1] * (GROUP_ROWS - len(group)), longest)
+        features = _run(self._target, batch["tokens_BT"], self._layers, self._with_hidden)
+        on_host = jax.tree.map(np.asarray, features)
+        for slot, row in enumerate(group):
+            self._known[row] = _cut(on_host, slot, self._lengths[row])
+
+
+def _cut(features: Features, slot: int, length: int) -> Features:
+    """One row of a batch up to its end, as a copy that keeps nothing else alive."""
+    return jax.tree.map(lambda leaf: leaf[slot, :length].copy(), features)
+
+
+def _padded(leaf: np.ndarray, length: int) -> np.ndarray:
+    return np.pad(leaf, [(0, length - len(leaf))] + [(0, 0)] * (leaf.ndim - 1))
 
 
 def _run(target, tokens_BT: np.ndarray, layers: tuple[int, ...], with_hidden: bool) -> Features:
@@ -68,8 +102,15 @@ def _run(target, tokens_BT: np.ndarray, layers: tuple[int, ...], with_hidden: bo
 
 
 def make_features(
-    cache: str, target, layers: tuple[int, ...], *, with_hidden: bool = False
+    cache: str,
+    target,
+    layers: tuple[int, ...],
+    rows: Sequence[TrainingRow],
+    lengths: Sequence[int],
+    *,
+    with_hidden: bool = False,
 ) -> OnlineFeatures | RememberedFeatures:
-    """The source for `training.feature_cache`: "none" or "memory"."""
-    kind = RememberedFeatures if cache == "memory" else OnlineFeatures
-    return kind(target, layers, with_hidden=with_hidden)
+    """The source for `training.feature_cache`: "none" or "memory"; batches name rows by their place in `rows`."""
+    if cache == "memory":
+        return RememberedFeatures(target, layers, rows, lengths, with_hidden=with_hidden)
+    return OnlineFeatures(target, layers, with_hidden=with_hidden)
