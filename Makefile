@@ -12,7 +12,7 @@ quickstart: $(STAMPS)/quickstart
 		--prompt "What does the Python function os.path.join do?" --compare
 
 test: $(STAMPS)/test
-	"$(VENV)/bin/python" -m pytest
+	"$(VENV)/bin/python" -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(STAMPS)/test
 	"$(VENV)/bin/ruff" check .
