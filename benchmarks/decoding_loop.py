@@ -95,13 +95,13 @@ def _round(target, drafter, width: int, length: int) -> float:
 
     def start():
         arguments = (prompt, lengths, limit, greedy_rows(1))
-        state = prefill(target, drafter, *arguments, settings=settings, cache_length=length)
+        state, _ = prefill(target, drafter, *arguments, settings=settings, cache_length=length)
         return jax.block_until_ready(state)
 
     times = []
     for _ in range(FLAGS.repetitions + 1):
         state, clock = start(), time.perf_counter()
-        state = jax.block_until_ready(
+        state, _ = jax.block_until_ready(
             run_rounds(target, drafter, state, jnp.int32(FLAGS.rounds), jnp.int32(1), settings=settings)
         )
         times.append(1e3 * (time.perf_counter() - clock) / int(state.rounds[0]))
