@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from absl import app, flags
 
 from dflash_jax import load_drafter, load_target
+from dflash_jax.decoding.flat import flatten
 from dflash_jax.decoding.loop import LoopSettings, prefill, run_rounds
 from dflash_jax.decoding.request import cache_bucket
 from dflash_jax.decoding.sampling import greedy_rows
@@ -102,7 +103,7 @@ def _round(target, drafter, width: int, length: int) -> float:
     for _ in range(FLAGS.repetitions + 1):
         state, clock = start(), time.perf_counter()
         state, _ = jax.block_until_ready(
-            run_rounds(target, drafter, state, jnp.int32(FLAGS.rounds), jnp.int32(1), settings=settings)
+            run_rounds(flatten(target, drafter), state, jnp.int32(FLAGS.rounds), jnp.int32(1), settings=settings)
         )
         times.append(1e3 * (time.perf_counter() - clock) / int(state.rounds[0]))
     return statistics.median(times[1:])

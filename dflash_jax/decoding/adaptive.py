@@ -16,10 +16,12 @@ from collections.abc import Sequence
 ALLOWANCE = 5.0  # plain rounds that may be lost from the start
 ALLOWANCE_SHARE = 0.04  # and of every token so far
 HALF_LIFE = 32  # rounds after which what was accepted counts half
-FAR_HALF_LIFE = 256  # the same for slots that the present width does not reach
-PRIOR = 2.0  # rounds' worth of belief that a slot is as good as the one before it
+FAR_HALF_LIFE = 128  # the same for slots that the present width does not reach
+PRIOR = 2.0  # rounds' worth of belief that slot 1 is right
+DEEP_PRIOR = 8.0  # and that a later slot, where those before it were right, is as good as the last of them
 FIRST_REST, LONGEST_REST = 16, 256  # plain rounds before drafting is tried again
 LONGEST_CHUNK = 16  # rounds between two looks
+TRUSTED_ROUNDS = 3  # fewer timed rounds of a width are not held against it
 SAMPLES = 9  # timings of a width that are remembered
 
 
@@ -29,9 +31,13 @@ def candidate_widths(max_width: int) -> tuple[int, ...]:
 
 
 class RoundCosts:
-    """Seconds of a round at each width, for one compiled shape: medians of the last timings, outlier-proof."""
+    """Seconds of a round at each width, for one compiled shape: medians of the last timings, outlier-proof.
+
+    launch: seconds of a launch that runs no rounds, for the caller to keep; None until it is measured.
+    """
 
     def __init__(self):
+        self.launch: float | None = None
         self._samples = collections.defaultdict(lambda: collections.deque(maxlen=SAMPLES))
 
     def add(self, width: int, rounds: int, seconds: float, *, sure: bool = True) -> None:
@@ -51,6 +57,10 @@ class RoundCosts:
             if half <= 0:
                 return seconds
         return None
+
+    def trusted(self, width: int) -> bool:
+        """Whether enough rounds were timed that one interruption does not decide."""
+        return sum(rounds for _, rounds, _ in self._samples[width]) >= TRUSTED_ROUNDS
 
 
 class WidthController:
@@ -118,9 +128,10 @@ class WidthController:
     def _best_width(self) -> tuple[int, bool]:
         """The best width that can be afforded, and whether any is expected to beat plain decoding."""
         known = [self.costs.get(width) is not None for width in self.widths]
-        tokens, survival, acceptance = [1.0], 1.0, 1.0
+        tokens, survival, acceptance, prior = [1.0], 1.0, 1.0, PRIOR
         for tried, kept in zip(self._tried[1:], self._kept[1:], strict=True):
-            acceptance = (kept + PRIOR * acceptance) / (tried + PRIOR)
+            acceptance = (kept + prior * acceptance) / (tried + prior)
+            prior = DEEP_PRIOR
             survival *= acceptance
             tokens.append(tokens[-1] + survival)
         best, best_rate, paying = 1, 1.0, False
@@ -140,17 +151,16 @@ class WidthController:
         return LONGEST_CHUNK if loss <= 0 else max(0, int(left / loss))
 
     def _relative_cost(self, width: int, *, hopeful: bool = False) -> float:
-        """Plain rounds that a round costs; of an unknown width the least or the most that it can be.
+        """Plain rounds that a round costs; where hardly one was timed, the least or the most that it can be.
 
         It is no cheaper than a narrower one, and no dearer than a wider one or than narrower ones in its stead.
         """
-        plain, own = self.costs.get(1), self.costs.get(width)
-        assert plain is not None
-        if own is not None:
-            return own / plain
         known = [(other, cost) for other in self.widths if (cost := self.costs.get(other)) is not None]
+        plain, own = known[0][1], self.costs.get(width)
+        if own is not None and (width == 1 or self.costs.trusted(width)):
+            return own / plain
         below, cost = max((other, cost) for other, cost in known if other < width)
         if hopeful:
             return cost / plain
-        above = [cost for other, cost in known if other > width]
+        above = [cost for other, cost in known if other >= width]
         return min([cost * width / below, *above]) / plain

@@ -55,7 +55,8 @@ def decode_all(
     state: LoopState | None = None
     runner, first_token_seconds = Runner(request, size, clock), None
     while waiting or len(results) < len(request.prompts):
-        state = jax.block_until_ready(_fill(request, state, slots, waiting))
+        state = _fill(request, state, slots, waiting)
+        jax.block_until_ready(state)
         spent, _ = clock.charge("prefill")
         first_token_seconds = spent if first_token_seconds is None else first_token_seconds
         # With prompts waiting, the first slot that comes free is reason enough to return.

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.decoding.acceptance import accepted_tokens, cut_at_stop, rejection_sample
+from dflash_jax.decoding.flat import Flat
 from dflash_jax.decoding.processing import LogitsProcessor, process
 from dflash_jax.decoding.sampling import Purpose, Sampling, choose, draw, log_distribution
 from dflash_jax.models.proposal import NoDrafter, Proposal
@@ -124,9 +125,13 @@ def replace_row(state: LoopState, row: LoopState, slot: jax.Array) -> LoopState:
 
 @functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
 def run_rounds(
-    target, drafter, state: LoopState, max_rounds, done_rows, *, settings: LoopSettings
+    models: Flat, state: LoopState, max_rounds, done_rows, *, settings: LoopSettings
 ) -> tuple[LoopState, Progress]:
-    """Rounds until done_rows rows are done, or until max_rounds more rounds were run (both traced int32)."""
+    """Rounds until done_rows rows are done, or until max_rounds more rounds were run (both traced int32).
+
+    models: target and drafter.
+    """
+    target, drafter = models.models()
     W, before_B = settings.width, state.lengths
 
     def go_on(carry):

@@ -42,6 +42,11 @@ class Stats:
         return self.decode_tokens / self.decode_seconds if self.decode_tokens else float("nan")
 
     @property
+    def run_seconds(self) -> float:
+        """The call's wall time without compilation."""
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
     def batch_rounds(self) -> int:
         """Rounds of all widths."""
         return sum(self.rounds_by_width.values())
@@ -107,14 +112,14 @@ class _Compilation(threading.local):
         self.seconds = 0.0
         self.spans: list[tuple[float, float]] = []
 
-    def add(self, event: str, duration: float, **_) -> None:
+    def add(self, event: str, duration_secs: float, **_) -> None:
         if not event.startswith("/jax/core/compile/"):
             return
-        start = time.perf_counter() - duration
+        start = time.perf_counter() - duration_secs
         while self.spans and self.spans[-1][0] >= start:  # reported before what contains it
             self.seconds -= self.spans.pop()[1]
-        self.spans.append((start, duration))
-        self.seconds += duration
+        self.spans.append((start, duration_secs))
+        self.seconds += duration_secs
 
 
 _compilation = _Compilation()
