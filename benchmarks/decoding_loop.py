@@ -90,7 +90,7 @@ def _draft(target, drafter, width: int, length: int) -> float:
 def _round(target, drafter, width: int, length: int) -> float:
     """One round inside the compiled loop: a run of many, divided by their number."""
     prompt = jnp.ones((1, FLAGS.prompt_length), jnp.int32)
-    settings = LoopSettings(width, ())
+    settings, models = LoopSettings(width, ()), flatten(target, drafter)
     limit = jnp.array([length - width], jnp.int32)
     lengths = jnp.array([FLAGS.prompt_length], jnp.int32)
 
@@ -103,7 +103,7 @@ def _round(target, drafter, width: int, length: int) -> float:
     for _ in range(FLAGS.repetitions + 1):
         state, clock = start(), time.perf_counter()
         state, _ = jax.block_until_ready(
-            run_rounds(flatten(target, drafter), state, jnp.int32(FLAGS.rounds), jnp.int32(1), settings=settings)
+            run_rounds(models, state, jnp.int32(FLAGS.rounds), jnp.int32(1), settings=settings)
         )
         times.append(1e3 * (time.perf_counter() - clock) / int(state.rounds[0]))
     return statistics.median(times[1:])

@@ -32,8 +32,8 @@ def plain_answers(temperature: float) -> list[list[int]]:
 
 
 @functools.cache
-def long_answer() -> list[int]:
-    return generate(TARGET, [PROMPTS[2]], max_new_tokens=150)[0].tokens
+def long_answer(temperature: float) -> list[int]:
+    return generate(TARGET, [PROMPTS[2]], max_new_tokens=150, temperature=temperature)[0].tokens
 
 
 @pytest.fixture
@@ -53,29 +53,25 @@ def known_costs(monkeypatch):
     monkeypatch.setattr(runner, "_COSTS", collections.defaultdict(Fixed))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("size", [2, len(PROMPTS)])
+@pytest.mark.parametrize(("temperature", "size"), [(0.0, 2), (0.8, len(PROMPTS))])
 def test_the_text_is_that_of_plain_decoding(temperature, size):
     """Uneven rows, more prompts than slots, costs found on the way; called again when they are known."""
-    answers = plain_answers(temperature)
     options = {"max_new_tokens": LONGEST, "temperature": temperature, "seed": 3, "batch_size": size}
-    drafters = [DRAFTER, *(rigged(script(PROMPTS[:1], [answers[0]]), right, W) for right in (0, 3))]
-    for drafter in drafters[: 3 if size == len(PROMPTS) else 1]:
-        rows = slice(None) if drafter is DRAFTER else slice(0, 1)
-        for _ in range(2):
-            results = generate(TARGET, PROMPTS[rows], drafter=drafter, width="adaptive", **options)
-            assert [result.tokens for result in results] == answers[rows]
-            assert all(sum(result.acceptance_lengths) == LONGEST - 1 for result in results)
+    for _ in range(2):
+        results = generate(TARGET, PROMPTS, drafter=DRAFTER, width="adaptive", **options)
+        assert [result.tokens for result in results] == plain_answers(temperature)
+        assert all(sum(result.acceptance_lengths) == LONGEST - 1 for result in results)
 
 
 @pytest.mark.usefixtures("known_costs")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("right", "most_used"), [(0, 1), (1, 2), (3, 4)])
-def test_rounds_go_to_the_width_that_pays(right, most_used):
+def test_rounds_go_to_the_width_that_pays(temperature, right, most_used):
     """Always wrong: nearly plain decoding. One slot right: 2 / 1.3. All right: 4 / 1.5, the most tokens a second."""
-    drafter = rigged(script([PROMPTS[2]], [long_answer()]), right, W)
-    options = {"drafter": drafter, "max_new_tokens": 150, "width": "adaptive"}
-    (result,) = generate(TARGET, [PROMPTS[2]], **options)
-    assert result.tokens == long_answer()
+    answer = long_answer(temperature)
+    options = {"drafter": rigged(script([PROMPTS[2]], [answer]), right, W), "max_new_tokens": 150}
+    (result,) = generate(TARGET, [PROMPTS[2]], temperature=temperature, width="adaptive", **options)
+    assert result.tokens == answer
     rounds = result.stats.rounds_by_width
     seconds = sum(SECONDS[width] * count for width, count in rounds.items())
     fixed = min(SECONDS[width] * 149 / min(width, right + 1) for width in SECONDS)
