@@ -8,6 +8,7 @@ Wrong flags, files or checkpoints: status 2 and a message.
 """
 
 import sys
+from typing import Literal
 
 from absl import app, flags, logging
 
@@ -22,7 +23,7 @@ flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)
 flags.DEFINE_integer("top_k", None, "Sample only from so many of the likeliest tokens; 0: all.", lower_bound=0)
 flags.DEFINE_float("top_p", None, "Sample only from the likeliest tokens that together have this probability.")
 flags.DEFINE_integer("seed", 0, "For sampling.", lower_bound=0)
-flags.DEFINE_integer("width", None, "Block width, anchor included; default: the drafter's.")
+flags.DEFINE_string("width", None, "Block width, anchor included, or adaptive; default: the drafter's.")
 flags.DEFINE_enum(
     "proposals",
     "argmax",
@@ -68,16 +69,29 @@ def _run() -> bool:
         if target.tokenizer is None:
             raise ValueError(f"target {target.source} has no tokenizer; --raw can't encode text")
         prompt = target.tokenizer.encode(FLAGS.prompt)
+    width = _width(FLAGS.width)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "proposals")
     options = {name: FLAGS[name].value for name in names}
-    for piece in stream(target, prompt, drafter=drafter, width=FLAGS.width, **options):
+    text = stream(target, prompt, drafter=drafter, width=width, **options)
+    for piece in text:
         print(piece, end="", flush=True)
     print()
     if not FLAGS.compare:
         return True
-    comparison = compare(target, prompt, drafter, width=FLAGS.width, **options)
+    if text.stats is not None:
+        print(f"\nabove: {text.stats.compile_seconds:.1f} s compiling, the rest {text.stats.run_seconds:.1f} s")
+    comparison = compare(target, prompt, drafter, width=width, **options)
     print(f"\n{comparison.table()}")
     return comparison.same
+
+
+def _width(text: str | None) -> int | Literal["adaptive"] | None:
+    if text is None or text == "adaptive":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"--width={text}: give a number of slots, or adaptive") from None
 
 
 def _parse(argv: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from absl import app, flags
 
 from dflash_jax import load_drafter, load_target
+from dflash_jax.decoding.flat import flatten
 from dflash_jax.decoding.loop import LoopSettings, prefill, run_rounds
 from dflash_jax.decoding.request import cache_bucket
 from dflash_jax.decoding.sampling import greedy_rows
@@ -89,20 +90,20 @@ def _draft(target, drafter, width: int, length: int) -> float:
 def _round(target, drafter, width: int, length: int) -> float:
     """One round inside the compiled loop: a run of many, divided by their number."""
     prompt = jnp.ones((1, FLAGS.prompt_length), jnp.int32)
-    settings = LoopSettings(width, ())
+    settings, models = LoopSettings(width, ()), flatten(target, drafter)
     limit = jnp.array([length - width], jnp.int32)
     lengths = jnp.array([FLAGS.prompt_length], jnp.int32)
 
     def start():
         arguments = (prompt, lengths, limit, greedy_rows(1))
-        state = prefill(target, drafter, *arguments, settings=settings, cache_length=length)
+        state, _ = prefill(target, drafter, *arguments, settings=settings, cache_length=length)
         return jax.block_until_ready(state)
 
     times = []
     for _ in range(FLAGS.repetitions + 1):
         state, clock = start(), time.perf_counter()
-        state = jax.block_until_ready(
-            run_rounds(target, drafter, state, jnp.int32(FLAGS.rounds), jnp.int32(1), settings=settings)
+        state, _ = jax.block_until_ready(
+            run_rounds(models, state, jnp.int32(FLAGS.rounds), jnp.int32(1), settings=settings)
         )
         times.append(1e3 * (time.perf_counter() - clock) / int(state.rounds[0]))
     return statistics.median(times[1:])

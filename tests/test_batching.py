@@ -61,7 +61,7 @@ def test_a_slot_does_not_wait_for_its_neighbours():
     slots = [0, 0]
     for needed in rounds:
         slots[slots.index(min(slots))] += needed
-    assert results[0].timings.batch_rounds == max(slots)
+    assert results[0].stats.batch_rounds == max(slots)
     assert max(slots) < sum(max(rounds[first : first + 2]) for first in range(0, len(rounds), 2))
 
 

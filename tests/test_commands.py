@@ -15,7 +15,8 @@ from tiny_tokenizer import tiny_tokenizer
 
 import infer
 from dflash_jax.data import chat
-from dflash_jax.decoding.generate import Generation, Timings
+from dflash_jax.decoding.generate import Generation
+from dflash_jax.decoding.stats import Stats, position_acceptance
 from dflash_jax.evaluation.compare import Comparison
 
 ROOT = Path(__file__).parents[1]
@@ -163,7 +164,8 @@ def test_raw_prompts_are_taken_as_they_are(user):
         (["more"], "unknown arguments: more"),
         (["--target=absent"], "'absent' is neither an existing folder"),
         (["--drafter={target}"], "DFlashDraftModel"),
-        (["{drafter}", "--width=9"], "width=9 must be between 1 and 4"),
+        (["{drafter}", "--width=9"], "width=9 must be 'adaptive' or between 1 and 4"),
+        (["{drafter}", "--width=wide"], "--width=wide: give a number of slots, or adaptive"),
         (["--raw", "--prompt="], "is empty; decoding needs at least one token"),
     ],
 )
@@ -196,24 +198,34 @@ def test_require_same_fails_when_texts_differ(monkeypatch, same, status):
             assert left.value.code == status
 
 
-def generation(tokens: list[int], acceptance_lengths: list[int], seconds: float) -> Generation:
-    return Generation(tokens, "", 7, acceptance_lengths, "length", Timings(0.5, seconds, len(acceptance_lengths)))
+def generation(rounds: list[tuple[int, int]], seconds: float, width: int) -> Generation:
+    """13 tokens that took so many seconds, from (accepted, verified) of each round."""
+    accepted, verified = map(list, zip(*rounds, strict=True))
+    stats = Stats(0.25, 0.5, seconds, 0.0, 12, {width: len(rounds)}, position_acceptance(rounds))
+    return Generation(list(range(13)), "", 7, accepted, verified, "length", stats)
 
 
 def test_the_comparison_says_what_was_measured():
-    plain = generation(list(range(13)), [1] * 12, seconds=6.0)
-    drafted = generation(list(range(13)), [4, 2, 3, 3], seconds=3.0)
+    plain = generation([(1, 1)] * 12, 6.0, width=1)
+    drafted = generation([(4, 4), (2, 4), (3, 4), (3, 3)], 3.0, width=4)
     comparison = Comparison(drafted, plain, width=4)
     assert comparison.same
     table = {line[:18].strip(): line[18:].split() for line in comparison.table().splitlines()}
-    assert table["autoregressive"] == ["13", "6.00", "2.0", "12"]
-    assert table["DFlash, width 4"] == ["13", "3.00", "4.0", "4"]
+    assert table["autoregressive"] == ["13", "6.00", "2.0", "12", "0.250", "s"]
+    assert table["DFlash, width 4"] == ["13", "3.00", "4.0", "4", "0.250", "s"]
     assert table["speedup"] == ["2.00"]
     assert table["acceptance length"][0] == "3.00"
     assert table["acceptance length"][-1] == "1.50"  # a round costs 0.75 s, a plain token 0.5 s
     assert table["accepted/drafted"] == ["0.67"]
-    assert table["accepted by slot"] == ["1.00", "0.75", "0.25"]
+    assert table["accepted by slot"] == ["1.00", "0.75", "0.33"]  # the last round had no room for slot 3
     assert table["identical tokens"] == ["yes"]
+
+    mixed = dataclasses.replace(drafted.stats, rounds_by_width={2: 1, 4: 3})
+    adaptive = Comparison(dataclasses.replace(drafted, stats=mixed), plain, width="adaptive")
+    table = {line[:18].strip(): line[18:].split() for line in adaptive.table().splitlines()}
+    assert table["DFlash, adaptive"] == ["13", "3.00", "4.0", "4", "0.250", "s"]
+    assert table["accepted/drafted"] == ["0.80"]
+    assert table["rounds by width"] == ["2:", "1", "4:", "3"]
 
     other = Comparison(dataclasses.replace(drafted, tokens=[0] * 13), plain, width=4)
     assert not other.same

@@ -54,7 +54,7 @@ def test_a_drafter_right_in_r_slots_is_accepted_r_plus_1_tokens_a_round(right):
         assert result.tokens == answer[: 1 + rounds * (right + 1)]
         assert result.acceptance_lengths == [right + 1] * rounds
         assert result.acceptance_length == right + 1
-        assert result.timings.batch_rounds == rounds
+        assert result.stats.batch_rounds == rounds
 
 
 def test_the_mask_token_is_kept_when_the_target_says_it():
@@ -183,9 +183,9 @@ def test_prompts_of_forty_lengths_share_a_few_compilations():
         ([[1] * 512], {}, r"prompts\[0\] has 512 tokens.*context is 512"),
         (["hello"], {}, r"prompts\[0\] is text.*no tokenizer"),
         ("hello", {}, "prompts is one string"),
-        ([[1]], {"width": 5, "drafter": DRAFTER}, "width=5 must be between 1 and 4"),
+        ([[1]], {"width": 5, "drafter": DRAFTER}, "width=5 must be 'adaptive' or between 1 and 4"),
         ([[1]], {"width": 0, "drafter": DRAFTER}, "width=0"),
-        ([[1]], {"width": 2}, "width=2 must be between 1 and 1"),
+        ([[1]], {"width": 2}, "width=2 must be 'adaptive' or between 1 and 1"),
         ([[1]], {"max_new_tokens": -1}, "max_new_tokens=-1"),
         ([[1]], {"temperature": -0.1}, "temperature=-0.1"),
         ([[1]], {"temperature": float("nan")}, "temperature=nan"),

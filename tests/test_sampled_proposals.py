@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact_sampling import DRAFTER, PROMPT, SMALLEST_P, TARGET, V, counted, exact_joint, nucleus, p_value
-from small_models import random_prompts
+from small_models import RiggedDrafter, random_drafter, random_prompts, random_target, script, scripted
 
+from dflash_jax.checkpoints.huggingface import LoadedDrafter
 from dflash_jax.decoding.acceptance import rejection_sample
 from dflash_jax.decoding.generate import generate
 from dflash_jax.decoding.nucleus import keep_top
@@ -76,6 +77,42 @@ def test_top_k_1_is_greedy():
     greedy = generate(TARGET, [PROMPT], **options)
     for proposals in ("argmax", "sampled"):
         assert generate(TARGET, [PROMPT], temperature=2.0, top_k=1, proposals=proposals, **options) == greedy
+
+
+@jax.tree_util.register_pytree_node_class
+class DrawnDrafter(RiggedDrafter):
+    """Draws the tokens that a RiggedDrafter proposes, near temperature 0 with certainty."""
+
+    def propose(self, target, cache, anchor_B, position_B, draw, *, width: int):
+        tokens_BV = super().propose(target, cache, anchor_B, position_B, draw, width=width).tokens
+        return draw(jax.nn.one_hot(tokens_BV, self.vocab_size), position_B[:, None] + jnp.arange(1, width))
+
+
+@pytest.mark.parametrize("right", [0, 2, 3])
+def test_a_stop_token_ends_the_text_wherever_in_a_drawn_block_it_falls(right):
+    """Row k stops at its k-th token. What was accepted behind a stop token is dropped."""
+    W, stop = 4, 7
+    places = range(2 * W + 2)
+    prompts, answers = [[1 + place] for place in places], [[20 + i for i in range(30)] for _ in places]
+    for place, answer in zip(places, answers, strict=True):
+        answer[place] = answer[place + 2] = stop
+    rows = script(prompts, answers)
+    drafter = LoadedDrafter(DrawnDrafter(rows, jnp.int32(right), W), None, "a drafter that draws")
+    options = {"max_new_tokens": 20, "temperature": 0.01, "proposals": "sampled"}
+    results = generate(scripted(rows, stop_token_ids=(stop,)), prompts, drafter=drafter, **options)
+    for place, answer, result in zip(places, answers, results, strict=True):
+        assert (result.tokens, result.finish_reason) == (answer[: place + 1], "stop")
+        assert result.acceptance_lengths[:-1] == [right + 1] * (len(result.acceptance_lengths) - 1)
+        assert sum(result.acceptance_lengths) == place
+
+
+def test_a_drawn_mask_token_is_kept_when_the_target_says_it():
+    target, prompts = random_target(), random_prompts([1, 5, 12])
+    greedy = [result.tokens for result in generate(target, prompts, max_new_tokens=30)]
+    said = max(set(greedy[0]), key=greedy[0].count)
+    drafter = random_drafter(target.config, block_size=4, mask_token_id=said)
+    options = {"max_new_tokens": 30, "temperature": 2.0, "top_k": 1, "proposals": "sampled"}
+    assert [result.tokens for result in generate(target, prompts, drafter=drafter, **options)] == greedy
 
 
 # The pieces.

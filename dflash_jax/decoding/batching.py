@@ -7,7 +7,6 @@ together; a prompt that finds its neighbours still running is prefilled alone an
 from __future__ import annotations
 
 import collections
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,71 +14,65 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.decoding.loop import LoopState, prefill, replace_row, run_rounds
+from dflash_jax.decoding.loop import LoopState, Progress, prefill, replace_row
 from dflash_jax.decoding.request import Request, prompt_bucket
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Wall-clock seconds of one call, shared by all its results; the first with new shapes includes compilation.
-
-    prefill_seconds is the time of all prompts, decode_seconds that of all rounds, batch_rounds how many were run
-    (a round advances every slot).
-    """
-
-    prefill_seconds: float
-    decode_seconds: float
-    batch_rounds: int
+from dflash_jax.decoding.runner import Runner
+from dflash_jax.decoding.stats import Clock, Stats
 
 
 @dataclass(frozen=True)
 class DecodedRow:
-    """New tokens of one prompt, tokens each round gave, and whether a stop token ended it."""
+    """New tokens of one prompt, tokens each round gave and slots it verified, and whether a stop token ended it."""
 
     tokens: list[int]
     acceptance_lengths: list[int]
+    verified_lengths: list[int]
     stopped: bool
+
+    @property
+    def rounds(self) -> list[tuple[int, int]]:
+        """(accepted, verified) of each round, slot 0 counted."""
+        return list(zip(self.acceptance_lengths, self.verified_lengths, strict=True))
 
 
 def decode_all(
-    request: Request, size: int, finished: Callable[[int], object] = lambda rows: None
-) -> tuple[list[DecodedRow], Timings]:
+    request: Request, size: int, clock: Clock, finished: Callable[[int], object] = lambda rows: None
+) -> tuple[list[DecodedRow], Stats]:
     """Decodes every prompt of the request in `size` slots.
 
     Args:
         request: with at least one prompt and a budget of at least one token.
         size: at least 1, at most the number of prompts.
+        clock: started with the call.
         finished: called with how many rows ended since the last call.
 
     Returns:
-        The rows in the order of the prompts, and the timings of all of them together.
+        The rows in the order of the prompts, and the Stats of all of them together.
     """
     waiting = collections.deque(range(len(request.prompts)))
     results: dict[int, DecodedRow] = {}
     slots: list[int | None] = [None] * size
     state: LoopState | None = None
-    clock, rounds = _Clock(), 0
+    runner, first_token_seconds = Runner(request, size, clock), None
     while waiting or len(results) < len(request.prompts):
         state = _fill(request, state, slots, waiting)
-        clock.charge("prefill", state)
-        before_B = np.array(state.rounds)
+        jax.block_until_ready(state)
+        spent, _ = clock.charge("prefill")
+        first_token_seconds = spent if first_token_seconds is None else first_token_seconds
         # With prompts waiting, the first slot that comes free is reason enough to return.
-        state = _advance(request, state, done_rows=1 if waiting else size)
-        clock.charge("decode", state)
-        rounds += int((np.array(state.rounds) - before_B).max())
-        done_B = np.array(state.done)
+        state, done_B = runner.run(state, done_rows=1 if waiting else size)
         ended = {slot: row for slot, row in enumerate(slots) if row is not None and done_B[slot]}
-        results |= _harvest(request, state, ended)
+        results |= harvest(request, state, ended)
         for slot in ended:
             slots[slot] = None
         if not any(row is not None for row in slots):
             state = None  # before the next caches are allocated
         finished(len(ended))
-    timings = Timings(clock.seconds["prefill"], clock.seconds["decode"], rounds)
-    return [results[row] for row in range(len(request.prompts))], timings
+    rows = [results[row] for row in range(len(request.prompts))]
+    return rows, clock.stats(first_token_seconds or 0.0, runner.rounds_by_width, [row.rounds for row in rows])
 
 
-def start(request: Request, rows: Sequence[int], size: int) -> LoopState:
+def start(request: Request, rows: Sequence[int], size: int) -> tuple[LoopState, Progress]:
     """Prefills the given rows; slots without one are filled with one-token rows that end at once."""
     prompts = [request.prompts[row] for row in rows] + [[0]] * (size - len(rows))
     limits = [request.limits[row] for row in rows] + [2] * (size - len(rows))
@@ -98,16 +91,20 @@ def start(request: Request, rows: Sequence[int], size: int) -> LoopState:
     )
 
 
-def one_round_of(request: Request, state: LoopState) -> LoopState:
-    """One more round of every row; the given state is consumed."""
-    return _advance(request, state, done_rows=len(state.done), max_rounds=1)
-
-
-def _advance(request: Request, state: LoopState, *, done_rows: int, max_rounds: int | None = None) -> LoopState:
-    limit = request.cache_length if max_rounds is None else max_rounds
-    return run_rounds(
-        *(request.target, request.drafter, state, jnp.int32(limit), jnp.int32(done_rows)), settings=request.settings
+def harvest(request: Request, state: LoopState, ended: dict[int, int]) -> dict[int, DecodedRow]:
+    """What was decoded in the given slots (slot → row)."""
+    tokens_BS, acceptance_BS, verified_BS, lengths_B, rounds_B, stopped_B = jax.device_get(
+        (state.tokens, state.acceptance, state.verified, state.lengths, state.rounds, state.stopped)
     )
+    return {
+        row: DecodedRow(
+            tokens_BS[slot, len(request.prompts[row]) : lengths_B[slot]].tolist(),
+            acceptance_BS[slot, : rounds_B[slot]].tolist(),
+            verified_BS[slot, : rounds_B[slot]].tolist(),
+            bool(stopped_B[slot]),
+        )
+        for slot, row in ended.items()
+    }
 
 
 def _fill(
@@ -116,37 +113,10 @@ def _fill(
     """Gives waiting rows to empty slots, and returns the state that holds them."""
     if state is None:
         slots[:] = [waiting.popleft() if waiting else None for _ in slots]
-        return start(request, [row for row in slots if row is not None], len(slots))
+        return start(request, [row for row in slots if row is not None], len(slots))[0]
     filled: LoopState = state
     for slot, row in enumerate(slots):
         if row is None and waiting:
             slots[slot] = new = waiting.popleft()
-            filled = replace_row(filled, start(request, [new], 1), jnp.int32(slot))
+            filled = replace_row(filled, start(request, [new], 1)[0], jnp.int32(slot))
     return filled
-
-
-def _harvest(request: Request, state: LoopState, ended: dict[int, int]) -> dict[int, DecodedRow]:
-    """What was decoded in the given slots (slot → row)."""
-    tokens_BS, acceptance_BS = np.asarray(state.tokens), np.asarray(state.acceptance)
-    lengths_B, rounds_B, stopped_B = (np.asarray(x) for x in (state.lengths, state.rounds, state.stopped))
-    return {
-        row: DecodedRow(
-            tokens_BS[slot, len(request.prompts[row]) : lengths_B[slot]].tolist(),
-            acceptance_BS[slot, : rounds_B[slot]].tolist(),
-            bool(stopped_B[slot]),
-        )
-        for slot, row in ended.items()
-    }
-
-
-class _Clock:
-    """Adds the time since the last charge to a part, once the given arrays are there."""
-
-    def __init__(self):
-        self.seconds, self.last = collections.Counter(), time.perf_counter()
-
-    def charge(self, part: str, arrays) -> None:
-        jax.block_until_ready(arrays)
-        now = time.perf_counter()
-        self.seconds[part] += now - self.last  # pyright: ignore[reportArgumentType]
-        self.last = now

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from tqdm import tqdm
 
-from dflash_jax.decoding.batching import Timings, decode_all, one_round_of, start
+from dflash_jax.decoding.batching import decode_all
 from dflash_jax.decoding.processing import LogitsProcessor
-from dflash_jax.decoding.request import Options, Proposals, checked_request
+from dflash_jax.decoding.request import Options, Proposals, Width, checked_request
+from dflash_jax.decoding.stats import Clock, Stats
+from dflash_jax.decoding.streaming import Stream
 
 
 @dataclass(frozen=True)
@@ -24,16 +26,19 @@ class Generation:
         prompt_length: tokens of the prompt.
         acceptance_lengths: tokens each round gave, the target's own token counted. The first token comes from
             prefill and belongs to no round, so they sum to len(tokens) − 1.
+        verified_lengths: slots each round verified, slot 0 counted: its width, or less where the budget left no room
+            or a stop token came before.
         finish_reason: "stop" or "length".
-        timings: of the call it came from.
+        stats: of the call it came from.
     """
 
     tokens: list[int]
     text: str
     prompt_length: int
     acceptance_lengths: list[int]
+    verified_lengths: list[int]
     finish_reason: str
-    timings: Timings = field(compare=False)
+    stats: Stats = field(compare=False)
 
     @property
     def acceptance_length(self) -> float:
@@ -51,7 +56,7 @@ def generate(
     top_k: int | Sequence[int | None] | None = None,
     top_p: float | Sequence[float | None] | None = None,
     seed: int | Sequence[int] = 0,
-    width: int | None = None,
+    width: Width = None,
     proposals: Proposals = "argmax",
     logits_processor: LogitsProcessor | None = None,
     stop_token_ids: Sequence[int] | None = None,
@@ -74,7 +79,9 @@ def generate(
         top_p: only the likeliest tokens that together have this probability (after temperature and top_k) may be drawn;
             None or 1: all. Neither matters to greedy rows.
         seed: one integer (row i then draws from seed and i), or one integer a row.
-        width: block width, the anchor counted; at most the trained width, which is the default.
+        width: block width, the anchor counted; at most the trained width, which is the default. "adaptive" chooses it
+            while it runs, from what rounds cost and what they accept, down to 1, which is plain decoding: see
+            decoding/adaptive.py. Each width is compiled when it is first tried, and costs are remembered.
         proposals: "argmax" proposes the drafter's likeliest tokens. "sampled" draws them from the drafter's own
             distribution under the row's settings; the text then depends on drafter and width, its distribution does
             not. Greedy rows are the same under both.
@@ -89,11 +96,13 @@ def generate(
 
     Raises:
         ValueError: names the argument that is wrong: an empty prompt, a prompt that leaves no room in the target's
-            context, ids outside the vocabulary, a width above the trained one, a setting out of its range.
+            context, ids outside the vocabulary, a width above the trained one, a setting out of its range, an adaptive
+            width with sampled proposals (the text would depend on timing).
 
     Warns:
         UserWarning: rows may grow past the drafter's max_position_embeddings.
     """
+    clock = Clock()
     options = Options(
         drafter=drafter,
         max_new_tokens=max_new_tokens,
@@ -110,31 +119,33 @@ def generate(
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
     if max_new_tokens == 0 or not request.prompts:
-        idle = Timings(0.0, 0.0, 0)
-        return [Generation([], "", len(prompt), [], "length", idle) for prompt in request.prompts]
+        idle = clock.stats(0.0, {}, [])
+        return [Generation([], "", len(prompt), [], [], "length", idle) for prompt in request.prompts]
     size = min(batch_size or len(request.prompts), len(request.prompts))
     with tqdm(total=len(request.prompts), unit="prompt", disable=not progress) as bar:
-        rows, timings = decode_all(request, size, bar.update)
+        rows, stats = decode_all(request, size, clock, bar.update)
     return [
         Generation(
             row.tokens,
             "" if target.tokenizer is None else target.tokenizer.decode(row.tokens, skip_special_tokens=True),
             len(prompt),
             row.acceptance_lengths,
+            row.verified_lengths,
             "stop" if row.stopped else "length",
-            timings,
+            stats,
         )
         for prompt, row in zip(request.prompts, rows, strict=True)
     ]
 
 
-def stream(target, prompt: str | Sequence[int], **options) -> Iterator[str]:
-    """Yields the text of one prompt as rounds commit it; options as in `generate`, batch_size and progress aside.
+def stream(target, prompt: str | Sequence[int], **options) -> Stream:
+    """The text of one prompt as rounds commit it; options as in `generate`, batch_size and progress aside.
 
-    Pieces never split a character: bytes of an unfinished one wait for the next round.
+    Returns:
+        An iterator of pieces that never split a character. When it has ended, its `stats` are those of the call.
 
     Raises:
-        ValueError: as `generate`, and when the target has no tokenizer. Raised by the first `next`.
+        ValueError: as `generate`, and when the target has no tokenizer.
     """
     if target.tokenizer is None:
         raise ValueError(f"target {target.source} has no tokenizer to stream text with; use generate")
@@ -142,18 +153,5 @@ def stream(target, prompt: str | Sequence[int], **options) -> Iterator[str]:
     unknown = set(options) - set(names)
     if unknown:
         raise ValueError(f"stream takes no {', '.join(sorted(unknown))}; it takes {', '.join(names)}")
-    request = checked_request(target, [prompt], Options(**options))
-    first = len(request.prompts[0])
-    if request.limits[0] == first:
-        return
-    state, shown = start(request, [0], 1), ""
-    while True:
-        length, done, row = int(state.lengths[0]), bool(state.done[0]), np.asarray(state.tokens[0])
-        text = target.tokenizer.decode(row[first:length].tolist(), skip_special_tokens=True)
-        whole = text if done else text.rstrip("�")
-        if len(whole) > len(shown):
-            yield whole[len(shown) :]
-            shown = whole
-        if done:
-            return
-        state = one_round_of(request, state)
+    clock = Clock()
+    return Stream(checked_request(target, [prompt], Options(**options)), target.tokenizer, clock)

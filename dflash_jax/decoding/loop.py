@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.decoding.acceptance import accepted_tokens, cut_at_stop, rejection_sample
+from dflash_jax.decoding.flat import Flat
 from dflash_jax.decoding.processing import LogitsProcessor, process
 from dflash_jax.decoding.sampling import Purpose, Sampling, choose, draw, log_distribution
-from dflash_jax.models.proposal import Proposal
+from dflash_jax.models.proposal import NoDrafter, Proposal
 
 
 class LoopSettings(NamedTuple):
@@ -34,7 +35,8 @@ class LoopSettings(NamedTuple):
 class LoopState(NamedTuple):
     """The carry; every leaf has the rows first. Shapes: tokens [B, S] prompt and committed tokens (junk beyond lengths)
     · lengths, limits int32 [B], a row ends at limits tokens · done bool [B] · stopped bool [B], ended by a stop token ·
-    acceptance int32 [B, S], tokens each round gave (0: not run) · rounds int32 [B] · sampling of the rows.
+    acceptance int32 [B, S], tokens each round gave (0: not run) · verified int32 [B, S], slots that could have given
+    one, slot 0 counted: no more than the limit left, and none behind a stop token · rounds int32 [B] · sampling.
     """
 
     tokens: jax.Array
@@ -43,10 +45,27 @@ class LoopState(NamedTuple):
     done: jax.Array
     stopped: jax.Array
     acceptance: jax.Array
+    verified: jax.Array
     rounds: jax.Array
     sampling: Sampling
     target_cache: Any
     drafter_cache: Any
+
+
+class Progress(NamedTuple):
+    """What the host wants to know of some rounds: small arrays beside the state, which the next call consumes.
+
+    tokens int32 [B, W], the first W tokens behind those that the rows had · counts int32 [B], how many tokens the rows
+    gained · done bool [B] · rounds int32, how many were run · tried, kept int32 [W], over rows and rounds: how often
+    slot k was verified while all before it were accepted, and how often it was accepted then (slot 0: always).
+    """
+
+    tokens: jax.Array
+    counts: jax.Array
+    done: jax.Array
+    rounds: jax.Array
+    tried: jax.Array
+    kept: jax.Array
 
 
 @functools.partial(jax.jit, static_argnames=("settings", "cache_length"))
@@ -60,8 +79,8 @@ def prefill(
     *,
     settings: LoopSettings,
     cache_length: int,
-) -> LoopState:
-    """Runs the padded prompts, commits the first token of each row, and returns the LoopState.
+) -> tuple[LoopState, Progress]:
+    """Runs the padded prompts, commits the first token of each row, and returns the LoopState and that token.
 
     Args:
         prompts_BP: int32, each row's prompt from slot 0, padding behind it.
@@ -80,18 +99,22 @@ def prefill(
     logits_B1V = process(settings.logits_processor, target.logits(last_B1D), tokens_BS, lengths_B)
     first_B1 = choose(logits_B1V, sampling, lengths_B[:, None], truncate=settings.truncate)
     _, stopped_B = cut_at_stop(first_B1, jnp.ones_like(lengths_B), settings.stop_tokens)
-    return LoopState(
+    done_B = stopped_B | (lengths_B + 1 >= limits_B)
+    state = LoopState(
         tokens=_put(tokens_BS, first_B1, lengths_B),
         lengths=lengths_B + 1,
         limits=limits_B,
-        done=stopped_B | (lengths_B + 1 >= limits_B),
+        done=done_B,
         stopped=stopped_B,
         acceptance=jnp.zeros((B, cache_length), jnp.int32),
+        verified=jnp.zeros((B, cache_length), jnp.int32),
         rounds=jnp.zeros((B,), jnp.int32),
         sampling=sampling,
         target_cache=target_cache,
         drafter_cache=drafter.absorb(drafter.init_cache(B, cache_length), taps_BPMD, positions_BP),
     )
+    none_1 = jnp.zeros((1,), jnp.int32)
+    return state, Progress(first_B1, jnp.ones_like(lengths_B), done_B, jnp.int32(0), tried=none_1, kept=none_1)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -101,25 +124,43 @@ def replace_row(state: LoopState, row: LoopState, slot: jax.Array) -> LoopState:
 
 
 @functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
-def run_rounds(target, drafter, state: LoopState, max_rounds, done_rows, *, settings: LoopSettings) -> LoopState:
-    """Rounds until done_rows rows are done, or until max_rounds more rounds were run (both traced int32)."""
+def run_rounds(
+    models: Flat, state: LoopState, max_rounds, done_rows, *, settings: LoopSettings
+) -> tuple[LoopState, Progress]:
+    """Rounds until done_rows rows are done, or until max_rounds more rounds were run (both traced int32).
+
+    models: target and drafter.
+    """
+    target, drafter = models.models()
+    W, before_B = settings.width, state.lengths
 
     def go_on(carry):
-        state, count = carry
+        state, count, *_ = carry
         return (state.done.sum() < done_rows) & (count < max_rounds)
 
     def body(carry):
-        state, count = carry
-        return one_round(target, drafter, state, settings), count + 1
+        state, count, tried_W, kept_W = carry
+        state, counts_B, verified_B = one_round(target, drafter, state, settings)
+        slots_W, counts_B1 = jnp.arange(W), counts_B[:, None]
+        tried_BW = (slots_W < verified_B[:, None]) & (slots_W <= counts_B1) & (counts_B1 > 0)
+        return state, count + 1, tried_W + tried_BW.sum(0), kept_W + (slots_W < counts_B1).sum(0)
 
-    return jax.lax.while_loop(go_on, body, (state, jnp.int32(0)))[0]
+    none_W = jnp.zeros((W,), jnp.int32)
+    state, count, tried_W, kept_W = jax.lax.while_loop(go_on, body, (state, jnp.int32(0), none_W, none_W))
+    new_BW = jnp.take_along_axis(state.tokens, before_B[:, None] + jnp.arange(W), axis=1)
+    return state, Progress(new_BW, state.lengths - before_B, state.done, count, tried_W, kept_W)
 
 
-def one_round(target, drafter, state: LoopState, settings: LoopSettings) -> LoopState:
-    """Draft → verify → accept → commit, for all rows; rows that are done stay as they are."""
+def one_round(target, drafter, state: LoopState, settings: LoopSettings) -> tuple[LoopState, jax.Array, jax.Array]:
+    """Draft → verify → accept → commit, for all rows; rows that are done stay as they are.
+
+    Returns the state, and of each row the tokens the round gave and the slots that it verified (see LoopState).
+    """
     position_B = state.lengths - 1
     anchor_B = jnp.take_along_axis(state.tokens, position_B[:, None], axis=1)[:, 0]
-    proposal = drafter.propose(
+    # A round of width 1 is a step of plain decoding whose features the drafter absorbs: it is not asked for anything.
+    proposer = drafter if settings.width > 1 else NoDrafter()
+    proposal = proposer.propose(
         *(target, state.drafter_cache, anchor_B, position_B, _draw(state.sampling, settings)), width=settings.width
     )
     block_BW = jnp.concatenate([anchor_B[:, None], proposal.tokens], axis=1)
@@ -131,23 +172,26 @@ def one_round(target, drafter, state: LoopState, settings: LoopSettings) -> Loop
     logits_BWV = process(settings.logits_processor, target.logits(hidden_BWD), drafted_BS, state.lengths)
     chosen_BW, counts_B = _accept(proposal, logits_BWV, state.sampling, positions_BW + 1, settings)
 
-    counts_B = jnp.minimum(counts_B, state.limits - state.lengths)
-    counts_B, stopped_B = cut_at_stop(chosen_BW, counts_B, settings.stop_tokens)
-    counts_B = jnp.where(state.done, 0, counts_B)
+    verified_B = jnp.minimum(settings.width, state.limits - state.lengths)
+    counts_B, stopped_B = cut_at_stop(chosen_BW, jnp.minimum(counts_B, verified_B), settings.stop_tokens)
+    verified_B = jnp.where(stopped_B, counts_B, verified_B)
+    counts_B, verified_B = (jnp.where(state.done, 0, x_B) for x_B in (counts_B, verified_B))
     stopped_B = state.stopped | (stopped_B & ~state.done)
     lengths_B = state.lengths + counts_B
-    return LoopState(
+    state = LoopState(
         tokens=_put(state.tokens, chosen_BW, state.lengths),
         lengths=lengths_B,
         limits=state.limits,
         done=state.done | stopped_B | (lengths_B >= state.limits),
         stopped=stopped_B,
         acceptance=_put(state.acceptance, counts_B[:, None], state.rounds),
+        verified=_put(state.verified, verified_B[:, None], state.rounds),
         rounds=state.rounds + ~state.done,
         sampling=state.sampling,
         target_cache=target.commit(target_cache, lengths_B),
         drafter_cache=drafter.absorb(state.drafter_cache, taps_BWMD, positions_BW),
     )
+    return state, counts_B, verified_B
 
 
 def _draw(sampling: Sampling, settings: LoopSettings):

@@ -20,15 +20,20 @@ SHORTEST_PROMPT_BUCKET = 32
 SHORTEST_CACHE = 256
 
 Proposals = Literal["argmax", "sampled"]
+Width = int | Literal["adaptive"] | None
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call: models, prompts as token ids, the total length each may reach, and how each row draws."""
+    """One call: models, prompts as token ids, the total length each may reach, and how each row draws.
+
+    settings.width is the widest that rounds may be; adaptive: they may be narrower.
+    """
 
     target: Any
     drafter: Any
     settings: LoopSettings
+    adaptive: bool
     prompts: list[list[int]]
     limits: list[int]
     sampling: Sampling
@@ -45,7 +50,7 @@ class Options:
     top_k: int | Sequence[int | None] | None = None
     top_p: float | Sequence[float | None] | None = None
     seed: int | Sequence[int] = 0
-    width: int | None = None
+    width: Width = None
     proposals: Proposals = "argmax"
     logits_processor: LogitsProcessor | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -66,9 +71,7 @@ def checked_request(target, prompts, options: Options) -> Request:
     if options.logits_processor is not None and not callable(options.logits_processor):
         raise ValueError(f"logits_processor={options.logits_processor!r} must be a function or None")
     drafter = NoDrafter() if options.drafter is None else options.drafter.model
-    width = drafter.max_width if options.width is None else options.width
-    if not 1 <= width <= drafter.max_width:
-        raise ValueError(f"width={width} must be between 1 and {drafter.max_width}, the drafter's trained width")
+    width = _widest(options, drafter.max_width)
     ids = [_token_ids(target, prompt, index) for index, prompt in enumerate(prompts)]
     context = target.config.max_position_embeddings
     for index, prompt in enumerate(ids):
@@ -94,6 +97,7 @@ def checked_request(target, prompts, options: Options) -> Request:
             sampled_proposals=options.proposals == "sampled" and options.drafter is not None and bool(drawn_B.any()),
             logits_processor=options.logits_processor,
         ),
+        adaptive=options.width == "adaptive",
         prompts=ids,
         limits=limits,
         sampling=sampling,
@@ -112,6 +116,19 @@ def cache_bucket(length: int) -> int:
     while size < length:
         size = size + size // 2 if size & (size - 1) == 0 else size // 3 * 4
     return size
+
+
+def _widest(options: Options, trained: int) -> int:
+    """The width that rounds may have at most."""
+    width = trained if options.width in (None, "adaptive") else options.width
+    if isinstance(width, str) or not 1 <= width <= trained:
+        raise ValueError(f"width={width!r} must be 'adaptive' or between 1 and {trained}, the drafter's trained width")
+    if options.width == "adaptive" and options.proposals == "sampled":
+        raise ValueError(
+            "width='adaptive' needs proposals='argmax': with sampled proposals the text depends on the widths, and "
+            "these on timing"
+        )
+    return width
 
 
 def _sampling(options: Options, count: int) -> Sampling:

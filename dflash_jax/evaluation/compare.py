@@ -7,19 +7,21 @@ import dataclasses
 import jax
 
 from dflash_jax.decoding.generate import Generation, generate
-from dflash_jax.evaluation.heldout import DecodingReport, decoding_report
+from dflash_jax.decoding.request import Width
+
+WARM_UP_RUNS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """Both generations of one prompt, timed after a first run that compiled and warmed up.
 
-    width: block width of the speculative arm.
+    width: block width of the speculative arm, or "adaptive".
     """
 
     speculative: Generation
     autoregressive: Generation
-    width: int
+    width: int | str
 
     @property
     def same(self) -> bool:
@@ -27,49 +29,67 @@ class Comparison:
         return self.speculative.tokens == self.autoregressive.tokens
 
     @property
-    def report(self) -> DecodingReport:
-        """Acceptance of the speculative arm."""
-        return decoding_report([self.speculative], self.width)
+    def break_even(self) -> float:
+        """The acceptance length at which the two arms are equally fast: time of a speculative round over that of a
+        plain one, as measured here. NaN where an arm had no round.
+        """
+        speculative, plain = (_seconds_per_round(arm) for arm in (self.speculative, self.autoregressive))
+        return speculative / plain if plain > 0 else float("nan")
 
     def table(self) -> str:
         """What a user wants to know, in a few lines."""
-        seconds = [generation.timings.decode_seconds for generation in (self.autoregressive, self.speculative)]
-        rates = [_rate(generation) for generation in (self.autoregressive, self.speculative)]
-        report = self.report
+        plain, speculative = self.autoregressive.stats, self.speculative.stats
+        label = f"DFlash, {'adaptive' if self.width == 'adaptive' else f'width {self.width}'}"
         lines = [
-            f"                     tokens   seconds     tok/s    rounds   ({jax.devices()[0].device_kind}, batch 1, "
-            f"prompt {self.autoregressive.prompt_length} tokens, decode time without prefill)",
-            f"autoregressive     {len(self.autoregressive.tokens):8d} {seconds[0]:9.2f} {rates[0]:9.1f} "
-            f"{len(self.autoregressive.acceptance_lengths):9d}",
-            f"DFlash, width {self.width:<4d} {len(self.speculative.tokens):8d} {seconds[1]:9.2f} {rates[1]:9.1f} "
-            f"{report.rounds:9d}",
+            f"                     tokens   seconds     tok/s    rounds   first token   "
+            f"({jax.devices()[0].device_kind}, batch 1, prompt {self.autoregressive.prompt_length} tokens; "
+            "seconds and tok/s without prefill)",
+            _line("autoregressive", self.autoregressive),
+            _line(label, self.speculative),
         ]
-        if report.rounds and rates[0] > 0:
-            cost = (seconds[1] / report.rounds) / (seconds[0] / max(len(self.autoregressive.acceptance_lengths), 1))
-            slots = " ".join(f"{share:.2f}" for share in report.position_acceptance)
+        if speculative.batch_rounds and plain.batch_rounds:
+            drafted = sum((width - 1) * rounds for width, rounds in speculative.rounds_by_width.items())
+            accepted = speculative.decode_tokens - speculative.batch_rounds
             lines += [
-                f"speedup            {rates[1] / rates[0]:8.2f}",
-                f"acceptance length  {report.acceptance_length:8.2f}   tokens a round, the target's own counted; "
-                f"break-even at {cost:.2f}",
-                f"accepted/drafted   {report.accepted_share:8.2f}",
-                f"accepted by slot   {slots}",
+                f"speedup            {speculative.tokens_per_second / plain.tokens_per_second:8.2f}",
+                f"acceptance length  {self.speculative.acceptance_length:8.2f}   tokens a round, the target's own "
+                f"counted; break-even at {self.break_even:.2f}",
+                f"accepted/drafted   {accepted / max(drafted, 1):8.2f}",
+                f"accepted by slot   {' '.join(f'{share:.2f}' for share in speculative.position_acceptance)}",
             ]
+            if self.width == "adaptive":
+                lines.append(f"rounds by width    {_counts(speculative.rounds_by_width)}")
         lines.append(f"identical tokens   {'yes' if self.same else 'NO'}")
         return "\n".join(lines)
 
 
-def compare(target, prompt, drafter, *, width: int | None, **options) -> Comparison:
+def compare(target, prompt, drafter, *, width: Width, **options) -> Comparison:
     """Decodes one prompt with the drafter and without; `options` as for `generate`, the same for both arms."""
 
     def timed(**arm) -> Generation:
-        generate(target, [prompt], **arm, **options)
+        # Adaptive widths are compiled when they are tried, so that a second run may compile too.
+        for _ in range(WARM_UP_RUNS):
+            if not generate(target, [prompt], **arm, **options)[0].stats.compile_seconds:
+                break
         return generate(target, [prompt], **arm, **options)[0]
 
     width = width or drafter.model.max_width
     return Comparison(timed(drafter=drafter, width=width), timed(), width)
 
 
-def _rate(generation: Generation) -> float:
-    """Tokens a second of decoding; the first token belongs to prefill."""
-    seconds = generation.timings.decode_seconds
-    return (len(generation.tokens) - 1) / seconds if len(generation.tokens) > 1 and seconds > 0 else 0.0
+def _line(label: str, generation: Generation) -> str:
+    stats = generation.stats
+    rate = stats.tokens_per_second if stats.decode_tokens else 0.0
+    return (
+        f"{label:<18} {len(generation.tokens):8d} {stats.decode_seconds:9.2f} {rate:9.1f} {stats.batch_rounds:9d} "
+        f"{stats.first_token_seconds:11.3f} s"
+    )
+
+
+def _seconds_per_round(generation: Generation) -> float:
+    stats = generation.stats
+    return stats.decode_seconds / stats.batch_rounds if stats.batch_rounds else float("nan")
+
+
+def _counts(rounds_by_width: dict[int, int]) -> str:
+    return "   ".join(f"{width}: {rounds}" for width, rounds in rounds_by_width.items())

@@ -1,0 +1,166 @@
+"""How many slots to verify, chosen from what rounds cost and what they accept. Pure: knows no model and no clock.
+
+The width with the most expected tokens a second is taken: 1 + Σ S_k tokens over the cost of a round, where S_k is the
+probability that slots 1 … k are all accepted. Width 1 is plain decoding, so where drafting does not pay nothing is
+drafted, and after a while that doubles each time in vain it is tried again.
+
+What a call can lose against plain decoding is bounded: rounds that are expected to cost more than they give are only
+run on an allowance of 5 plain rounds and 4 % of the tokens so far. A wrong estimate of a cost can break the bound.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+ALLOWANCE = 5.0  # plain rounds that may be lost from the start
+ALLOWANCE_SHARE = 0.04  # and of every token so far
+HALF_LIFE = 32  # rounds after which what was accepted counts half
+FAR_HALF_LIFE = 128  # the same for slots that the present width does not reach
+PRIOR = 2.0  # rounds' worth of belief that slot 1 is right
+DEEP_PRIOR = 4.0  # and that a later slot, where those before it were right, is as good as the last of them
+FIRST_REST, LONGEST_REST = 16, 256  # plain rounds before drafting is tried again
+LONGEST_CHUNK = 16  # rounds between two looks
+TRUSTED_ROUNDS = 3  # fewer timed rounds of a width are not held against it
+SAMPLES = 9  # timings of a width that are remembered
+
+
+def candidate_widths(max_width: int) -> tuple[int, ...]:
+    """1, 2, 4 … and max_width: each is compiled when it is first used."""
+    return (*(1 << power for power in range((max_width - 1).bit_length())), max_width)
+
+
+class RoundCosts:
+    """Seconds of a round at each width, for one compiled shape: medians of the last timings, outlier-proof.
+
+    launch: seconds of a launch that runs no rounds, for the caller to keep; None until it is measured.
+    """
+
+    def __init__(self):
+        self.launch: float | None = None
+        self._samples = collections.defaultdict(lambda: collections.deque(maxlen=SAMPLES))
+
+    def add(self, width: int, rounds: int, seconds: float, *, sure: bool = True) -> None:
+        """A timing of some rounds, compilation excluded. One that is not sure counts until a sure one comes."""
+        samples = self._samples[width]
+        if sure and not all(sure for *_, sure in samples):
+            samples.clear()
+        if sure or all(not sure for *_, sure in samples):
+            samples.append((seconds / rounds, rounds, sure))
+
+    def get(self, width: int) -> float | None:
+        """Seconds of a round, the median weighted by rounds; None where nothing is known."""
+        samples = sorted(self._samples[width])
+        half = sum(rounds for _, rounds, _ in samples) / 2
+        for seconds, rounds, _ in samples:
+            half -= rounds
+            if half <= 0:
+                return seconds
+        return None
+
+    def trusted(self, width: int) -> bool:
+        """Whether enough rounds were timed that one interruption does not decide."""
+        return sum(rounds for _, rounds, _ in self._samples[width]) >= TRUSTED_ROUNDS
+
+
+class WidthController:
+    """Says the next width and how many rounds to run at it; is told what they accepted.
+
+    A round's cost is looked up in `costs`, which the caller fills. Amounts of time are in plain rounds.
+    """
+
+    def __init__(self, max_width: int, costs: RoundCosts):
+        self.widths, self.costs = candidate_widths(max_width), costs
+        self._tried, self._kept = [0.0] * max_width, [0.0] * max_width
+        self._tokens = self._debt = self._debt_before = 0.0
+        self._rest, self._next_rest = 0, FIRST_REST
+        self._width, self._chunk = 0, 1
+
+    def next(self) -> tuple[int, int]:
+        """The width to use now, and at most how many rounds before the next decision."""
+        if self.costs.get(1) is None:
+            return 1, 2
+        if self._rest == 0:
+            width, paying = self._best_width()
+            if width > 1:
+                chunk = min(self._chunk if width == self._width else 1, self._affordable_rounds(width))
+                return width, chunk
+            if paying:  # but not affordable yet
+                return 1, 4
+            self._fall_back()
+        return 1, min(self._rest, LONGEST_CHUNK)
+
+    def observe(self, width: int, rounds: int, tried: Sequence[int], kept: Sequence[int]) -> None:
+        """Takes in rounds that were run.
+
+        Args:
+            width: of the rounds.
+            rounds: how many.
+            tried, kept: of slots 0 … width−1, summed over rows and rounds: how often a slot was verified while those
+                before it were accepted, and how often it was accepted then. Slot 0 counts the rows.
+        """
+        if not rounds or not kept[0]:
+            return
+        gained = rounds * sum(kept) / kept[0]
+        self._tokens += gained
+        if self.costs.get(1) is not None:
+            self._debt += rounds * self._relative_cost(width) - gained
+        for slot in range(1, self.widths[-1]):
+            decay = 0.5 ** (rounds / (HALF_LIFE if slot < width else FAR_HALF_LIFE))
+            new_tried, new_kept = (tried[slot], kept[slot]) if slot < width else (0, 0)
+            self._tried[slot] = self._tried[slot] * decay + new_tried
+            self._kept[slot] = self._kept[slot] * decay + new_kept
+        self._chunk = min(2 * self._chunk, LONGEST_CHUNK) if width == self._width else 2
+        self._width = width
+        if width == 1 and self._rest:
+            self._rest = max(0, self._rest - rounds)
+            if self._rest == 0:  # what was believed is too old to go by
+                self._tried, self._kept = [0.0] * len(self._tried), [0.0] * len(self._kept)
+                self._debt_before = self._debt
+
+    def _fall_back(self) -> None:
+        """Plain decoding for a while: longer than the last time, unless the rounds since then paid."""
+        if self._debt < self._debt_before:
+            self._next_rest = FIRST_REST
+        self._rest = self._next_rest
+        self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+
+    def _best_width(self) -> tuple[int, bool]:
+        """The best width that can be afforded, and whether any is expected to beat plain decoding."""
+        known = [self.costs.get(width) is not None for width in self.widths]
+        tokens, survival, acceptance, prior = [1.0], 1.0, 1.0, PRIOR
+        for tried, kept in zip(self._tried[1:], self._kept[1:], strict=True):
+            acceptance = (kept + prior * acceptance) / (tried + prior)
+            prior = DEEP_PRIOR
+            survival *= acceptance
+            tokens.append(tokens[-1] + survival)
+        best, best_rate, paying = 1, 1.0, False
+        for index, width in enumerate(self.widths[1:], start=1):
+            if not (known[index] or known[index - 1]):
+                continue  # widths are tried one by one, so that no cost is a surprise
+            rate = tokens[width - 1] / self._relative_cost(width, hopeful=True)
+            paying |= rate > 1
+            if rate > best_rate and self._affordable_rounds(width):
+                best, best_rate = width, rate
+        return best, paying
+
+    def _affordable_rounds(self, width: int) -> int:
+        """How many rounds of a width may give one token each."""
+        loss = self._relative_cost(width) - 1
+        left = ALLOWANCE + ALLOWANCE_SHARE * self._tokens - self._debt
+        return LONGEST_CHUNK if loss <= 0 else max(0, int(left / loss))
+
+    def _relative_cost(self, width: int, *, hopeful: bool = False) -> float:
+        """Plain rounds that a round costs; where hardly one was timed, the least or the most that it can be.
+
+        It is no cheaper than a narrower one, and no dearer than a wider one or than narrower ones in its stead.
+        """
+        known = [(other, cost) for other in self.widths if (cost := self.costs.get(other)) is not None]
+        plain, own = known[0][1], self.costs.get(width)
+        if own is not None and (width == 1 or self.costs.trusted(width)):
+            return own / plain
+        below, cost = max((other, cost) for other, cost in known if other < width)
+        if hopeful:
+            return cost / plain
+        above = [cost for other, cost in known if other >= width]
+        return min([cost * width / below, *above]) / plain

@@ -1,0 +1,106 @@
+"""Runs rounds for one call: all at once at a fixed width, or some at a time at widths that a controller chooses."""
+
+from __future__ import annotations
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.decoding.adaptive import RoundCosts, WidthController
+from dflash_jax.decoding.flat import flatten
+from dflash_jax.decoding.loop import LoopState, Progress, run_rounds
+from dflash_jax.decoding.request import Request
+from dflash_jax.decoding.stats import Clock
+
+# What rounds cost outlives the call. Keys: what a compilation of run_rounds depends on, but for the width.
+_COSTS: dict = collections.defaultdict(RoundCosts)
+
+
+class Runner:
+    """The rounds of one call, counted in `rounds_by_width` and charged to the clock as "decode"."""
+
+    def __init__(self, request: Request, size: int, clock: Clock):
+        self._request, self._size, self._clock = request, size, clock
+        self._models = flatten(request.target, request.drafter)
+        self._controller = None
+        if request.adaptive:
+            self._costs = _COSTS[self._program()]
+            self._controller = WidthController(request.settings.width, self._costs)
+        self._waited = True  # for the last rounds, so that the clock says when they ended
+        self.rounds_by_width: dict[int, int] = collections.Counter()
+
+    def run(self, state: LoopState, done_rows: int) -> tuple[LoopState, np.ndarray]:
+        """Rounds until done_rows rows are done; the given state is consumed.
+
+        Returns:
+            The new state, and which rows are done, bool [B].
+        """
+        if self._controller is not None:
+            state = self._time_a_launch(state)
+        while True:
+            width, rounds = self._next()
+            state, progress = self._launch(state, width, rounds, done_rows)
+            progress = self.collect((width, progress), overhead=self._costs.launch if self._controller else 0.0)
+            if progress.done.sum() >= done_rows:
+                return state, np.asarray(progress.done)
+
+    def launch_round(self, state: LoopState) -> tuple[LoopState, tuple[int, Progress]]:
+        """Starts one round of all rows, or none if all are done, and does not wait; the given state is consumed.
+
+        Returns:
+            The new state, and what to call `collect` with.
+        """
+        width, _ = self._next()
+        state, progress = self._launch(state, width, 1, self._size)
+        return state, (width, progress)
+
+    def collect(self, launched: tuple[int, Progress], overhead: float = 0.0) -> Progress:
+        """Waits for rounds and takes account of them. The Progress comes back in numpy arrays.
+
+        overhead: seconds of the launch that the rounds did not run in.
+        """
+        width, progress = launched
+        waited = not _is_ready(progress.rounds)
+        progress = jax.device_get(progress)
+        seconds, compiled = self._clock.charge("decode")
+        rounds = int(progress.rounds)
+        if not rounds:
+            return progress
+        self.rounds_by_width[width] += rounds
+        if self._controller is not None:
+            if not compiled:
+                self._costs.add(width, rounds, max(seconds - overhead, seconds / 10), sure=waited and self._waited)
+            self._controller.observe(width, rounds, progress.tried.tolist(), progress.kept.tolist())
+        self._waited = waited
+        return progress
+
+    def _next(self) -> tuple[int, int]:
+        """Width and most rounds of the next launch."""
+        if self._controller is None:
+            return self._request.settings.width, self._request.cache_length
+        return self._controller.next()
+
+    def _launch(self, state: LoopState, width: int, rounds: int, done_rows: int) -> tuple[LoopState, Progress]:
+        settings = self._request.settings._replace(width=width)
+        return run_rounds(self._models, state, jnp.int32(rounds), jnp.int32(done_rows), settings=settings)
+
+    def _time_a_launch(self, state: LoopState) -> LoopState:
+        """Finds out, once for a program, what a launch costs that runs no round."""
+        while self._costs.launch is None:
+            state, progress = self._launch(state, 1, 0, self._size)
+            jax.device_get(progress)
+            seconds, compiled = self._clock.charge("decode")
+            if not compiled:
+                self._costs.launch = seconds
+        return state
+
+    def _program(self):
+        """Equal for calls whose rounds run the same compiled programs."""
+        request, shapes = self._request, [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in self._models.leaves]
+        return self._models.structure, tuple(shapes), self._size, request.cache_length, request.settings
+
+
+def _is_ready(array: jax.Array) -> bool:
+    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,158 @@
+"""Adaptive width in the decoding loop: the text is the same, and rounds go where they pay."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import RiggedDrafter, random_drafter, random_prompts, random_target, rigged, script, scripted
+
+from dflash_jax.checkpoints.huggingface import LoadedDrafter
+from dflash_jax.decoding import runner
+from dflash_jax.decoding.adaptive import RoundCosts
+from dflash_jax.decoding.flat import flatten
+from dflash_jax.decoding.generate import generate, stream
+from dflash_jax.decoding.loop import LoopSettings, prefill, run_rounds
+from dflash_jax.decoding.sampling import greedy_rows
+
+W = 4
+TARGET = random_target()
+DRAFTER = random_drafter(TARGET.config, block_size=W)
+PROMPTS = random_prompts([1, 40, 5, 12, 3])
+LONGEST = 40
+SECONDS = {1: 1.0, 2: 1.3, 4: 1.5}
+
+
+@functools.cache
+def plain_answers(temperature: float) -> list[list[int]]:
+    results = generate(TARGET, PROMPTS, max_new_tokens=LONGEST, temperature=temperature, seed=3)
+    return [result.tokens for result in results]
+
+
+@functools.cache
+def long_answer(temperature: float) -> list[int]:
+    return generate(TARGET, [PROMPTS[2]], max_new_tokens=150, temperature=temperature)[0].tokens
+
+
+@pytest.fixture
+def known_costs(monkeypatch):
+    """Rounds cost what SECONDS says, whatever the clock measures."""
+
+    class Fixed(RoundCosts):
+        def add(self, width, rounds, seconds, *, sure=True):
+            pass
+
+        def get(self, width):
+            return SECONDS[width]
+
+        def trusted(self, width):
+            return True
+
+    monkeypatch.setattr(runner, "_COSTS", collections.defaultdict(Fixed))
+
+
+@pytest.mark.parametrize(("temperature", "size"), [(0.0, 2), (0.8, len(PROMPTS))])
+def test_the_text_is_that_of_plain_decoding(temperature, size):
+    """Uneven rows, more prompts than slots, costs found on the way; called again when they are known."""
+    options = {"max_new_tokens": LONGEST, "temperature": temperature, "seed": 3, "batch_size": size}
+    for _ in range(2):
+        results = generate(TARGET, PROMPTS, drafter=DRAFTER, width="adaptive", **options)
+        assert [result.tokens for result in results] == plain_answers(temperature)
+        assert all(sum(result.acceptance_lengths) == LONGEST - 1 for result in results)
+
+
+@pytest.mark.usefixtures("known_costs")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("right", "most_used"), [(0, 1), (1, 2), (3, 4)])
+def test_rounds_go_to_the_width_that_pays(temperature, right, most_used):
+    """Always wrong: nearly plain decoding. One slot right: 2 / 1.3. All right: 4 / 1.5, the most tokens a second."""
+    answer = long_answer(temperature)
+    options = {"drafter": rigged(script([PROMPTS[2]], [answer]), right, W), "max_new_tokens": 150}
+    (result,) = generate(TARGET, [PROMPTS[2]], temperature=temperature, width="adaptive", **options)
+    assert result.tokens == answer
+    rounds = result.stats.rounds_by_width
+    seconds = sum(SECONDS[width] * count for width, count in rounds.items())
+    fixed = min(SECONDS[width] * 149 / min(width, right + 1) for width in SECONDS)
+    assert max(rounds, key=lambda width: rounds[width]) == most_used
+    assert seconds <= (1.1 if right == 0 else 1.05) * fixed
+
+
+@pytest.mark.usefixtures("known_costs")
+def test_streams_adapt_too():
+    tokens = [20 + index % 26 for index in range(120)]
+    rows = script([[1, 2]], [tokens])
+
+    class Letters:
+        def decode(self, tokens, skip_special_tokens=False) -> str:
+            return "".join(chr(45 + token) for token in tokens)
+
+    target = scripted(rows, tokenizer=Letters())
+    for right, most_used in ((0, 1), (3, 4)):
+        pieces = stream(target, [1, 2], drafter=rigged(rows, right, W), width="adaptive", max_new_tokens=120)
+        assert "".join(pieces) == Letters().decode(tokens)
+        assert pieces.stats is not None
+        rounds = pieces.stats.rounds_by_width
+        assert max(rounds, key=lambda width: rounds[width]) == most_used
+
+
+def test_costs_are_measured_once_for_a_program(monkeypatch):
+    monkeypatch.setattr(runner, "_COSTS", collections.defaultdict(RoundCosts))
+    rows = script([[1, 2]], [[5] * 200])
+    target, options = scripted(rows), {"max_new_tokens": 150, "width": "adaptive"}
+    for right in (3, 0):  # the value is data: the same program
+        generate(target, [[1, 2]], drafter=rigged(rows, right, W), **options)
+    ((_, costs),) = runner._COSTS.items()
+    assert all(0 < costs.get(width) < 1 for width in (1, 2))
+    generate(target, [[1, 2]] * 2, drafter=rigged(script([[1, 2]] * 2, [[5] * 200] * 2), 3, W), **options)
+    assert len(runner._COSTS) == 2
+
+
+def test_sampled_proposals_are_refused():
+    with pytest.raises(ValueError, match="width='adaptive' needs proposals='argmax'"):
+        generate(TARGET, PROMPTS, drafter=DRAFTER, width="adaptive", proposals="sampled", temperature=1.0)
+
+
+def test_without_a_drafter_adaptive_is_plain():
+    results = generate(TARGET, PROMPTS, max_new_tokens=LONGEST, width="adaptive")
+    assert [result.tokens for result in results] == plain_answers(0.0)
+    assert set(results[0].stats.rounds_by_width) == {1}
+
+
+# Rounds of width 1.
+
+
+@jax.tree_util.register_pytree_node_class
+class Silent(RiggedDrafter):
+    """Fails when it is asked for a proposal."""
+
+    def propose(self, *_, **__):
+        raise AssertionError("asked for a proposal")
+
+
+def test_a_round_of_width_1_does_not_ask_the_drafter():
+    answer = plain_answers(0.0)[0]
+    rows = script(PROMPTS[:1], [answer])
+    silent = LoadedDrafter(Silent(rows, jnp.int32(0), W), None, "a silent drafter")
+    (result,) = generate(TARGET, PROMPTS[:1], drafter=silent, width=1, max_new_tokens=LONGEST)
+    assert result.tokens == answer
+    with pytest.raises(AssertionError, match="asked for a proposal"):
+        generate(TARGET, PROMPTS[:1], drafter=silent, width=2, max_new_tokens=LONGEST)
+
+
+def test_a_drafter_reads_on_through_rounds_of_width_1():
+    """Its context after plain rounds is that after drafted ones, so it can come back at any time."""
+    prompt = PROMPTS[2]
+    arguments = (jnp.asarray([prompt]), jnp.asarray([len(prompt)]), jnp.asarray([100]), greedy_rows(1))
+    models, caches = flatten(TARGET.model, DRAFTER.model), []
+    for width in (1, W):
+        settings = LoopSettings(width, ())
+        state, _ = prefill(TARGET.model, DRAFTER.model, *arguments, settings=settings, cache_length=256)
+        state, progress = run_rounds(models, state, jnp.int32(200), jnp.int32(1), settings=settings)
+        assert progress.done.all()
+        caches.append(state.drafter_cache)
+    read = 99  # the last token has not been through the target
+    plain, drafted = (np.stack([*cache.keys, *cache.values])[..., :read, :] for cache in caches)
+    assert (np.abs(plain).max(-1) > 0).all()
+    np.testing.assert_allclose(plain, drafted, rtol=1e-4, atol=1e-4)  # float32 passes of other shapes

@@ -1,0 +1,219 @@
+"""The choice of widths by itself, against simulated rounds: what it may lose, what it must gain, when it turns."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_jax.decoding.adaptive import (
+    ALLOWANCE,
+    ALLOWANCE_SHARE,
+    LONGEST_CHUNK,
+    LONGEST_REST,
+    RoundCosts,
+    WidthController,
+    candidate_widths,
+)
+
+W = 16
+# Seconds of a round by width, plain = 1. Two cores (README: drafting and verifying 8 is about 3 steps), an accelerator
+# (the roofline of an 8B target gives 1.22 at any width), and passes whose cost is all in the slots.
+TWO_CORES = {1: 1.0, 2: 1.6, 4: 2.2, 8: 2.9, 16: 4.0}
+ACCELERATOR = {1: 1.0, 2: 1.2, 4: 1.21, 8: 1.22, 16: 1.25}
+NO_GAIN = {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0, 16: 16.0}
+TURN = 700
+TABLES = pytest.mark.parametrize("table", [TWO_CORES, ACCELERATOR, NO_GAIN])
+
+
+def measured(table: dict[int, float]) -> RoundCosts:
+    costs = RoundCosts()
+    for width, seconds in table.items():
+        costs.add(width, 8, 8 * seconds)
+    return costs
+
+
+def one_round(width: int, room: int, accept, rng: random.Random) -> int:
+    """Tokens of a round whose slot k is accepted with probability accept(k), if those before it were."""
+    gained = 1
+    while gained < min(width, room) and rng.random() < accept(gained):
+        gained += 1
+    return gained
+
+
+class Simulation:
+    """Decoding of one row in simulated time. acceptance(tokens so far) gives what `one_round` takes."""
+
+    def __init__(self, table, acceptance, *, tokens: int, costs: RoundCosts | None = None, seed: int = 0):
+        self.table, self.acceptance, self.rng = table, acceptance, random.Random(seed)
+        self.costs = measured(table) if costs is None else costs
+        self.controller = WidthController(W, self.costs)
+        self.tokens, self.seconds = 0, 0.0
+        self.history: list[tuple[int, int]] = []  # tokens before a round, its width
+        self.budget = tokens
+        while self.tokens < self.budget:
+            self._chunk()
+
+    def _chunk(self) -> None:
+        width, most = self.controller.next()
+        assert width in candidate_widths(W) and 1 <= most <= LONGEST_CHUNK
+        tried, kept, rounds = [0] * width, [0] * width, 0
+        while rounds < most and self.tokens < self.budget:
+            room = self.budget - self.tokens
+            gained = one_round(width, room, self.acceptance(self.tokens), self.rng)
+            for slot in range(min(width, room, gained + 1)):
+                tried[slot] += 1
+                kept[slot] += slot < gained
+            self.history.append((self.tokens, width))
+            self.tokens += gained
+            rounds += 1
+        self.seconds += rounds * self.table[width]
+        self.costs.add(width, rounds, rounds * self.table[width])
+        self.controller.observe(width, rounds, tried, kept)
+
+    def share(self, width: int, first: int, last: int) -> float:
+        """Of the rounds that started at tokens first … last, the share of this width."""
+        widths = [used for at, used in self.history if first <= at < last]
+        return widths.count(width) / len(widths)
+
+    def seconds_from(self, first: int) -> float:
+        """Time of the rounds from that token on."""
+        return sum(self.table[width] for at, width in self.history if at >= first)
+
+
+def always(accept: float):
+    """A drafter all of whose slots are as good, at any time."""
+    return lambda at: lambda slot: accept
+
+
+def fading(at: int):
+    """A drafter whose slots get worse one by one, from 0.95 down."""
+    return lambda slot: 0.95 * 0.97**slot
+
+
+def turning(before: float, after: float):
+    """A drafter that turns at token TURN."""
+    return lambda at: lambda slot: before if at < TURN else after
+
+
+def fixed_seconds(table, width: int, accept, *, tokens: int, seed: int) -> float:
+    """Of decoding with rounds of one width; accept as in `one_round`."""
+    rng, done, rounds = random.Random(seed), 0, 0
+    while done < tokens:
+        done += one_round(width, tokens - done, accept, rng)
+        rounds += 1
+    return rounds * table[width]
+
+
+def bound(tokens: int) -> float:
+    """Seconds that the allowance lets a call take that takes `tokens` seconds in plain decoding."""
+    return tokens + ALLOWANCE + ALLOWANCE_SHARE * tokens
+
+
+def test_candidates_are_powers_of_two_and_the_widest():
+    assert [candidate_widths(width) for width in (1, 2, 3, 10, 16)] == [
+        (1,),
+        (1, 2),
+        (1, 2, 3),
+        (1, 2, 4, 8, 10),
+        (1, 2, 4, 8, 16),
+    ]
+
+
+@TABLES
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("tokens", [100, 200, 500, 1000, 2000])
+def test_a_drafter_that_is_always_wrong_costs_at_most_a_tenth(table, known, tokens):
+    run = Simulation(table, always(0.0), tokens=tokens, costs=None if known else RoundCosts())
+    assert run.seconds <= min(1.1 * tokens, bound(tokens))
+
+
+def test_tries_after_falling_back_become_rare():
+    run = Simulation(TWO_CORES, always(0.0), tokens=2000)
+    tries = [at for at, width in run.history if width > 1]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tries)]
+    assert gaps[0] < 20
+    assert LONGEST_REST <= max(gaps) <= LONGEST_REST + 8
+    assert sum(at >= 1000 for at in tries) <= 12 < sum(at < 1000 for at in tries)
+
+
+@pytest.mark.parametrize("table", [TWO_CORES, ACCELERATOR])
+@pytest.mark.parametrize("drafter", [always(0.8), always(0.9), always(0.97), fading])
+def test_a_good_drafter_runs_as_at_the_best_fixed_width(table, drafter):
+    """Sums over seeds; costs are known, as in every call of a process but the first ones."""
+    tokens, seeds = 2000, range(12)
+    ours = sum(Simulation(table, drafter, tokens=tokens, seed=seed).seconds for seed in seeds)
+    best = min(
+        sum(fixed_seconds(table, width, drafter(0), tokens=tokens, seed=seed) for seed in seeds) for width in table
+    )
+    assert best < 0.9 * tokens * len(seeds)
+    assert best >= 0.97 * ours
+
+
+@pytest.mark.parametrize("table", [TWO_CORES, ACCELERATOR])
+def test_unknown_costs_are_found_while_decoding(table):
+    """A first call measures every width that it may need, and ends at the best one."""
+    costs = RoundCosts()
+    run = Simulation(table, always(0.95), tokens=600, costs=costs)
+    assert {width: costs.get(width) for width in table} == pytest.approx(table)
+    assert run.share(16, 300, 600) > 0.8
+
+
+@pytest.mark.parametrize("table", [TWO_CORES, ACCELERATOR])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_drafter_that_turns_bad_is_left_and_one_that_turns_good_is_taken_up(table, seed):
+    """Within 128 tokens, and within the longest rest and 64 tokens."""
+    good = Simulation(table, turning(0.0, 0.95), tokens=2000, seed=seed)
+    back = TURN + LONGEST_REST + 64
+    assert good.seconds_from(300) - good.seconds_from(TURN) > TURN - 300  # it had been left
+    assert good.seconds_from(back) < 0.7 * (2000 - back)
+    assert good.share(1, back, 2000) < 0.05
+    bad = Simulation(table, turning(0.95, 0.0), tokens=2000, seed=seed)
+    left = TURN + 128
+    assert bad.seconds_from(200) - bad.seconds_from(TURN) < 0.7 * (TURN - 200)  # it had been used
+    assert bad.seconds_from(left) < 1.04 * (2000 - left)
+
+
+@st.composite
+def tables(draw):
+    """Costs that rise with the width, and less than the width: two narrow passes can do what one wide one does."""
+    table, seconds = {1: 1.0}, 1.0
+    for width in candidate_widths(W)[1:]:
+        seconds *= draw(st.floats(1.0, 2.0))
+        table[width] = seconds
+    return table
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    table=tables(),
+    known=st.booleans(),
+    accept=st.sampled_from([0.0, 0.0, 0.2, 0.5, 0.8]),
+    tokens=st.sampled_from([100, 400]),
+    seed=st.integers(0, 5),
+)
+def test_no_table_of_costs_and_no_drafter_loses_more_than_the_allowance(table, known, accept, tokens, seed):
+    costs = None if known else RoundCosts()
+    assert Simulation(table, always(accept), tokens=tokens, costs=costs, seed=seed).seconds <= bound(tokens) + 1e-6
+
+
+def test_a_batch_counts_all_its_rows():
+    """One round of a large batch tells as much as many rounds of one row: nothing more is tried for a while."""
+    controller = WidthController(W, measured(ACCELERATOR))
+    assert controller.next() == (16, 1)
+    controller.observe(16, 1, [64, 64] + [0] * 14, [64] + [0] * 15)
+    assert controller.next()[0] == 1
+
+
+def test_costs_are_medians_that_one_outlier_does_not_move():
+    costs = RoundCosts()
+    assert costs.get(4) is None
+    costs.add(4, 1, 9.0, sure=False)
+    assert costs.get(4) == 9.0
+    for seconds in (2.0, 2.2, 50.0, 2.1, 1.9):
+        costs.add(4, 4, 4 * seconds)
+    costs.add(4, 1, 9.0, sure=False)  # comes too late
+    assert costs.get(4) == pytest.approx(2.1)
+    costs.add(4, 64, 64 * 3.0)  # many rounds weigh more
+    assert costs.get(4) == pytest.approx(3.0)
