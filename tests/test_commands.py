@@ -114,7 +114,11 @@ def test_train_says_what_it_does_and_leaves_a_drafter(user):
     reached = lines[-1]["acceptance_length"]
     drafter = user.folder / "run" / "drafter"
     assert user.trained.stdout.endswith(f"drafter: {drafter} (12 steps, 0 skipped, acceptance length {reached:.2f})\n")
-    assert sorted(path.name for path in drafter.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in drafter.iterdir()) == ["config.json", "model.safetensors", "training.json"]
+    made_with = json.loads((drafter / "training.json").read_text())
+    assert made_with["target"] == str(user.folder / "target")
+    # write_rows copied the answers without the record of how they were made
+    assert made_with["template_arguments"] is None
     for part in ("loss decay gamma", "16 rows", "12 steps of 4 rows × 6 anchors", "loss ", "tok/s"):
         assert part in user.trained.stderr
     assert "heckpoint" not in user.trained.stderr  # the libraries keep their diaries to themselves
