@@ -172,12 +172,18 @@ def test_the_heading_names_device_dtype_lengths_and_template_arguments(done, res
     for part in (
         f"device: {results['device']} (cpu)",
         "dtype: target float32, drafter float32",
-        "at most 10 new tokens, seed 0, argmax proposals, median of 2 runs",
+        "at most 10 new tokens, seed 0, argmax proposals, timed runs (median): 2,",
         f"first.jsonl: 3 prompts of {results['sets'][0]['shortest']} to {results['sets'][0]['longest']} tokens",
         'this run {}, the drafter\'s training data {"enable_thinking": false}',
         "trained with other template arguments",
     ):
         assert part in heading
+
+
+def test_every_cell_is_reported_as_it_is_done(folder, done, results):
+    lines = [line for line in done.stderr.splitlines() if "tok/s, speedup" in line]
+    assert len(lines) == len(results["cells"])
+    assert lines[0].startswith(f"{sources(folder)[0]}, T 0, batch 1, width 2: ")
 
 
 def test_table_and_plot_are_written(folder, done, results):

@@ -35,7 +35,7 @@ from dflash_jax.evaluation.benchmark_tables import tables
 from dflash_jax.evaluation.heldout import decoding_report
 from dflash_jax.training.trainer import MADE_WITH
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dflash_jax.evaluation.benchmark")  # __name__ is "__main__" when this is the command
 
 EXAMPLE = "configs/smollm2_benchmark.py"
 
@@ -68,7 +68,7 @@ def run(config: BenchmarkConfig) -> Results:
                     logger.info("%s", cell)
     return Results(
         settings=dataclasses.asdict(config),
-        device=jax.devices()[0].device_kind,
+        device=_device(),
         platform=jax.default_backend(),
         jax_version=jax.__version__,
         matmul_precision=jax.config.values["jax_default_matmul_precision"] or "default",
@@ -180,6 +180,17 @@ def _recorded_arguments(drafter: str) -> dict[str, Any] | None:
     """The template arguments of a drafter's training data; None where its folder doesn't say."""
     path = Path(drafter).expanduser() / MADE_WITH
     return json.loads(path.read_text(encoding="utf-8")).get("template_arguments") if path.is_file() else None
+
+
+def _device() -> str:
+    """What is decoded on. JAX calls every CPU "cpu", so its model is asked for elsewhere."""
+    device = jax.devices()[0]
+    cpuinfo = Path("/proc/cpuinfo")
+    if device.platform != "cpu" or not cpuinfo.is_file():
+        return device.device_kind
+    lines = [line.partition(":") for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()]
+    models = [value.strip() for name, _, value in lines if name.strip() == "model name"]
+    return f"{len(models)} × {models[0]}" if models else device.device_kind
 
 
 def _named(field: str, value: str, load):

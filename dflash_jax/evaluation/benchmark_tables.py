@@ -24,7 +24,7 @@ def _heading(results: Results) -> str:
         f"{results.matmul_precision}",
         f"- dtype: target {models['target_dtype']}, drafter {models['drafter_dtype']}",
         f"- at most {decoding['max_new_tokens']} new tokens, seed {decoding['seed']}, {decoding['proposals']} "
-        f"proposals, median of {decoding['repetitions']} runs after one that compiles",
+        f"proposals, timed runs (median): {decoding['repetitions']}, after one that compiles",
     ]
     lines += [
         f"- {part.source}: {part.prompts} prompts of {part.shortest} to {part.longest} tokens "
