@@ -298,6 +298,13 @@ def test_what_is_slower_than_plain_decoding_is_said():
     assert "Faster than plain decoding in all 1 cells" in tables(results_of(fast))
 
 
+def test_sampled_proposals_are_not_held_to_identical_texts():
+    results = results_of(measured(right=3)[0])
+    assert "identical ones are due" not in tables(results)
+    results.settings["decoding"]["proposals"] = "sampled"
+    assert "identical ones are due at temperature 0 only" in tables(results)
+
+
 def test_without_matplotlib_the_rest_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.delitem(sys.modules, "dflash_jax.evaluation.benchmark_plot", raising=False)

@@ -18,19 +18,11 @@ from dflash_jax.data import chat
 from dflash_jax.decoding.generate import Generation, Timings
 from dflash_jax.evaluation.compare import Comparison
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")
 ROOT = Path(__file__).parents[1]
 PROMPT = "Name a colour."
 THINGS = ("stone", "glass", "river", "chair", "light")
 BUDGET = 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_programs(tmp_path_factory):
-    """One process uses what another has compiled."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-        yield
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:

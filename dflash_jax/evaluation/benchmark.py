@@ -71,7 +71,7 @@ def run(config: BenchmarkConfig) -> Results:
         device=_device(),
         platform=jax.default_backend(),
         jax_version=jax.__version__,
-        matmul_precision=jax.config.values["jax_default_matmul_precision"] or "default",
+        matmul_precision=jax.config.jax_default_matmul_precision or "default",  # pyright: ignore[reportAttributeAccessIssue]
         target_fingerprint=target.fingerprint,
         drafter_width=drafter.config.block_size,
         template_arguments=arguments_from_flag(config.prompts.template_arguments),

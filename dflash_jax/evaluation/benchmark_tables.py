@@ -31,6 +31,10 @@ def _heading(results: Results) -> str:
         f"({part.mean_length:.0f} on average)"
         for part in results.sets
     ]
+    if decoding["proposals"] == "sampled":
+        lines.append(
+            "- sampled proposals draw other texts, equally likely: identical ones are due at temperature 0 only"
+        )
     ours, theirs = results.template_arguments, results.drafter_template_arguments
     recorded = "not recorded in its folder" if theirs is None else json.dumps(theirs)
     lines.append(f"- chat template arguments: this run {json.dumps(ours)}, the drafter's training data {recorded}")
