@@ -223,7 +223,7 @@ def main(argv: list[str]) -> None:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return
-    logging.basicConfig(format="%(message)s")
+    logging.basicConfig(format="%(message)s", force=True)  # a library that was imported has set up its own
     logging.getLogger("dflash_jax").setLevel(logging.INFO)
     try:
         config = to_benchmark(settings_from_flags(argv, PARTS, example=EXAMPLE))
