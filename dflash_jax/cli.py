@@ -1,4 +1,4 @@
-"""Flags of the training command: `--config FILE` and `--config.part.field=value`.
+"""Flags of the commands that take a config file: `--config FILE` and `--config.part.field=value`.
 
 ml_collections has flags for this, but they stop at the first wrong value with a traceback, and know no None.
 """
@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 from ml_collections import ConfigDict
 
-from dflash_jax.config import ConfigError, ExperimentConfig, from_text, to_experiment
+from dflash_jax.config import PARTS, ExperimentConfig, to_experiment
+from dflash_jax.config_parts import ConfigError, Parts, from_text
 
 
 def experiment_from_flags(argv: Sequence[str]) -> ExperimentConfig:
@@ -27,16 +28,26 @@ def experiment_from_flags(argv: Sequence[str]) -> ExperimentConfig:
         ConfigError: an unknown flag or field, values of the wrong type or out of range, a config file that can't be
             found or run. The message names file or field, and all wrong fields at once.
     """
-    file, overrides = _read_arguments(list(argv[1:]))
+    return to_experiment(settings_from_flags(argv, PARTS, example="configs/smollm2_quickstart.py"))
+
+
+def settings_from_flags(argv: Sequence[str], parts: Parts, *, example: str) -> dict[str, Any]:
+    """The settings that a command line asks for, not checked yet; arguments and errors as `experiment_from_flags`.
+
+    Args:
+        parts: that a config file of this command has.
+        example: a config file of it, for messages.
+    """
+    file, overrides = _read_arguments(list(argv[1:]), example)
     settings = load_config_file(file)
     for dotted, text in overrides:
         part, _, field = dotted.partition(".")
         if not field:
-            raise ConfigError(f"--config.{dotted}: name a field of it, as in --config.training.steps=100")
+            raise ConfigError(f"--config.{dotted}: name a field of it, as in --config.part.field=value")
         values = settings.setdefault(part, {})
         if isinstance(values, dict):
-            values[field] = from_text(part, field, text)
-    return to_experiment(settings)
+            values[field] = from_text(parts, part, field, text)
+    return settings
 
 
 def load_config_file(path: str | Path) -> dict[str, Any]:
@@ -67,7 +78,7 @@ def exit_with(error: Exception) -> NoReturn:
     raise SystemExit(2)
 
 
-def _read_arguments(arguments: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def _read_arguments(arguments: list[str], example: str) -> tuple[str, list[tuple[str, str]]]:
     """The config file, and (part.field, text) of every override, in order: the last one counts."""
     file, overrides, unknown = None, [], []
     while arguments:
@@ -86,7 +97,7 @@ def _read_arguments(arguments: list[str]) -> tuple[str, list[tuple[str, str]]]:
     if unknown:
         raise ConfigError(f"unknown arguments: {' '.join(unknown)}; use --config FILE --config.part.field=value")
     if file is None:
-        raise ConfigError("--config is missing: name a config file, such as --config configs/smollm2_quickstart.py")
+        raise ConfigError(f"--config is missing: name a config file, such as --config {example}")
     return file, overrides
 
 

@@ -7,15 +7,14 @@ the paper's where it has them (paper section 5.1: 5 layers, block 16, 512 anchor
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from dflash_jax.config_types import described, parsed, typed
-from dflash_jax.models.config_fields import ConfigError
+from dflash_jax.config_parts import ConfigError as ConfigError
+from dflash_jax.config_parts import Rule, check_rules, checked_parts, defaults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,12 +157,8 @@ PARTS: dict[str, type] = typing.get_type_hints(ExperimentConfig)
 
 
 def default_config() -> ConfigDict:
-    """All fields with their defaults, to be changed by a config file. Unknown fields can't be set by mistake.
-
-    Values are checked by `to_experiment`, which knows more than the type of a default.
-    """
-    defaults = {name: {field.name: field.default for field in dataclasses.fields(part)} for name, part in PARTS.items()}
-    return ConfigDict(defaults, type_safe=False).lock()
+    """All fields with their defaults, to be changed by a config file; see `config_parts.defaults`."""
+    return defaults(PARTS)
 
 
 def to_experiment(config: Mapping[str, Any]) -> ExperimentConfig:
@@ -172,54 +167,10 @@ def to_experiment(config: Mapping[str, Any]) -> ExperimentConfig:
     Raises:
         ConfigError: once, with all that is wrong, each as «field=value: what is allowed».
     """
-    problems = [f"{name}: no such part; {_nearest(name, PARTS)}" for name in sorted(set(config) - set(PARTS))]
-    parts: dict[str, Any] = {name: _part(name, part, config.get(name, {}), problems) for name, part in PARTS.items()}
-    if not problems:
-        problems = [f"{field}={value!r}: must be {allowed}" for field, value, allowed in _range_problems(parts)]
-    if problems:
-        raise ConfigError("wrong settings:\n  " + "\n  ".join(problems))
+    parts = checked_parts(config, PARTS)
+    rules = [*_text_rules(parts), *_number_rules(parts), *_joint_rules(parts)]
+    check_rules(parts, _AT_LEAST, rules)
     return ExperimentConfig(**parts)
-
-
-def from_text(part: str, field: str, text: str) -> Any:
-    """What a flag's text means for a field.
-
-    Text that fits no type of the field, or belongs to no field, stays text: `to_experiment` then reports it together
-    with everything else that is wrong.
-    """
-    hint = typing.get_type_hints(PARTS[part]).get(field, str) if part in PARTS else str
-    try:
-        return parsed(text, hint)
-    except ValueError:
-        return text
-
-
-def _part(name: str, part: type, values: Any, problems: list[str]):
-    if not isinstance(values, Mapping):
-        problems.append(
-            f"{name}={values!r}: is a part; set its fields, such as {name}.{dataclasses.fields(part)[0].name}"
-        )
-        return None
-    hints = typing.get_type_hints(part)
-    checked = {}
-    for field, value in values.items():
-        if field not in hints:
-            problems.append(f"{name}.{field}: no such field; {_nearest(f'{name}.{field}', _every_field())}")
-            continue
-        try:
-            checked[field] = typed(value, hints[field])
-        except TypeError:
-            problems.append(f"{name}.{field}={value!r}: must be {described(hints[field])}")
-    return None if problems else part(**checked)
-
-
-def _every_field() -> list[str]:
-    return [f"{name}.{field.name}" for name, part in PARTS.items() for field in dataclasses.fields(part)]
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
 
 
 # The least value of a field. None is fine where the type allows it.
@@ -250,19 +201,6 @@ _AT_LEAST = {
     "evaluation.decode_batch_size": 1,
     "logging.every_steps": 1,
 }
-
-
-def _range_problems(parts: dict[str, Any]) -> list[tuple[str, Any, str]]:
-    """(field, value, what is allowed) of every field whose type is right and whose value is not."""
-    values = {f"{name}.{field}": value for name, part in parts.items() for field, value in vars(part).items()}
-    counts = [(field, values[field] is None or values[field] >= least, least) for field, least in _AT_LEAST.items()]
-    rules = [(field, fine, f"at least {least}") for field, fine, least in counts]
-    rules += [*_text_rules(parts), *_number_rules(parts), *_joint_rules(parts)]
-    return [(field, values[field], allowed) for field, fine, allowed in rules if not fine]
-
-
-# A rule: (field, whether its value is fine, what is allowed).
-Rule = tuple[str, bool, str]
 
 
 def _text_rules(parts: dict[str, Any]) -> list[Rule]:

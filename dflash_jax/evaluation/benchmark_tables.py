@@ -1,0 +1,126 @@
+"""The tables of a benchmark in Markdown, laid out as in the DFlash paper (arXiv 2602.06036), so that they compare."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+
+from dflash_jax.evaluation.benchmark_results import Cell, Results
+
+
+def tables(results: Results) -> str:
+    """All tables, headed by what was measured where."""
+    parts = [_heading(results), _main_table(results), _concurrency_table(results), _acceptance_table(results)]
+    return "\n\n".join([*parts, _verdict(results.cells)])
+
+
+def _heading(results: Results) -> str:
+    models, decoding = results.settings["models"], results.settings["decoding"]
+    lines = [
+        f"# {models['drafter']} for {models['target']}",
+        "",
+        f"- device: {results.device} ({results.platform}), JAX {results.jax_version}, matrix products at precision "
+        f"{results.matmul_precision}",
+        f"- dtype: target {models['target_dtype']}, drafter {models['drafter_dtype']}",
+        f"- at most {decoding['max_new_tokens']} new tokens, seed {decoding['seed']}, {decoding['proposals']} "
+        f"proposals, timed runs (median): {decoding['repetitions']}, after one that compiles",
+    ]
+    lines += [
+        f"- {part.source}: {part.prompts} prompts of {part.shortest} to {part.longest} tokens "
+        f"({part.mean_length:.0f} on average)"
+        for part in results.sets
+    ]
+    if decoding["proposals"] == "sampled":
+        lines.append(
+            "- sampled proposals draw other texts, equally likely: identical ones are due at temperature 0 only"
+        )
+    ours, theirs = results.template_arguments, results.drafter_template_arguments
+    recorded = "not recorded in its folder" if theirs is None else json.dumps(theirs)
+    lines.append(f"- chat template arguments: this run {json.dumps(ours)}, the drafter's training data {recorded}")
+    if theirs is not None and theirs != ours:
+        lines.append("- **The drafter was trained with other template arguments: expect fewer accepted tokens.**")
+    lines += [
+        "",
+        "τ is the acceptance length: tokens a round gives, the target's own token counted, over all rounds. Speed "
+        "is that of decoding: prefill, its token and compilation are left out. Break-even is the τ from which on "
+        "rounds of the measured cost beat plain decoding.",
+    ]
+    return "\n".join(lines)
+
+
+def _main_table(results: Results) -> str:
+    """Methods under temperatures, sets in columns (paper, table 1), at the smallest batch."""
+    batch = min(cell.batch_size for cell in results.cells)
+    sources = [part.source for part in results.sets]
+    header = ["Temperature", "Method"]
+    header += [f"{source} {what}" for source in [*sources, "Mean"] for what in ("Speedup", "τ")]
+    rows = []
+    for temperature in _ordered(cell.temperature for cell in results.cells):
+        rows.append([f"{temperature:g}", "Baseline", *["1.00", "1.00"] * (len(sources) + 1)])
+        for width in _ordered(cell.width for cell in results.cells):
+            cells = [c for c in results.cells if (c.temperature, c.width, c.batch_size) == (temperature, width, batch)]
+            pairs = [(cell.speedup, cell.acceptance.acceptance_length) for cell in cells]
+            pairs.append((statistics.mean(s for s, _ in pairs), statistics.mean(t for _, t in pairs)))
+            row = [f"{temperature:g}", f"DFlash ({width})"]
+            rows.append(row + [f"{value:.2f}" for pair in pairs for value in pair])
+    return f"## Speedup and τ, batch {batch}\n\n" + _markdown(header, rows)
+
+
+def _concurrency_table(results: Results) -> str:
+    """Rows by concurrency under set, temperature and width (paper, table 3)."""
+    header = ["Set", "Temperature", "Width", "Concurrency", "Baseline tok/s", "DFlash tok/s", "Speedup", "τ"]
+    header += ["Break-even τ", "Identical texts"]
+    prompts = {part.source: part.prompts for part in results.sets}
+    rows = [
+        [
+            *(cell.source, f"{cell.temperature:g}", str(cell.width), str(cell.batch_size)),
+            *(f"{cell.baseline.tokens_per_second:.1f}", f"{cell.dflash.tokens_per_second:.1f}"),
+            *(f"{cell.speedup:.2f}", f"{cell.acceptance.acceptance_length:.2f}", f"{cell.break_even:.2f}"),
+            f"{cell.identical} of {prompts[cell.source]}",
+        ]
+        for cell in sorted(results.cells, key=lambda cell: _place(results, cell))
+    ]
+    return "## By concurrency\n\n" + _markdown(header, rows)
+
+
+def _acceptance_table(results: Results) -> str:
+    """How much of the proposals is accepted, slot by slot, at the smallest batch."""
+    batch, widest = min(cell.batch_size for cell in results.cells), max(cell.width for cell in results.cells)
+    header = ["Set", "Temperature", "Width", "τ", "Rounds", "Accepted/drafted"]
+    header += [f"Slot {slot}" for slot in range(1, widest)]
+    rows = []
+    for cell in sorted(results.cells, key=lambda cell: _place(results, cell)):
+        if cell.batch_size == batch:
+            part = cell.acceptance
+            shares = [part.accepted_share, *part.position_acceptance]
+            row = [cell.source, f"{cell.temperature:g}", str(cell.width), f"{part.acceptance_length:.2f}"]
+            row += [str(part.rounds), *(f"{share:.2f}" for share in shares)]
+            rows.append(row + ["–"] * (len(header) - len(row)))
+    return f"## Share of rounds that accept a slot, batch {batch}\n\n" + _markdown(header, rows)
+
+
+def _verdict(cells: Sequence[Cell]) -> str:
+    """Says so where drafting does not pay."""
+    slower = [cell for cell in cells if cell.speedup < 1]
+    if not slower:
+        return f"Faster than plain decoding in all {len(cells)} cells."
+    worst = min(slower, key=lambda cell: cell.speedup)
+    return (
+        f"**Slower than plain decoding in {len(slower)} of {len(cells)} cells**, most of all: {worst}, where rounds of "
+        f"this cost need {worst.break_even:.2f} to break even."
+    )
+
+
+def _place(results: Results, cell: Cell) -> tuple:
+    sources = [part.source for part in results.sets]
+    return sources.index(cell.source), cell.temperature, cell.width, cell.batch_size
+
+
+def _ordered(values) -> list:
+    return sorted(set(values))
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

