@@ -22,7 +22,7 @@ def main(mode: str) -> None:
     )
     jax.monitoring.register_event_listener(lambda event, **_: event.endswith("/cache_misses") and missed.append(event))
     target = random_target(num_layers=2)
-    drafter = random_drafter(target.config, target_layer_ids=(0, 1), num_layers=1, layer_types=("full_attention",))
+    drafter = random_drafter(target.config, target_layer_ids=(0,), num_layers=1, layer_types=("full_attention",))
 
     def decode(prompts, budget: int):
         options = {"max_new_tokens": budget, "temperature": 0.7, "seed": 5}

@@ -57,7 +57,7 @@ def test_forty_prompt_lengths_compile_once_a_bucket(first_process):
 
 @pytest.mark.parametrize("width", [4, "adaptive"])
 def test_memory_is_flat_over_fifty_calls(width):
-    target = random_target(num_layers=1)
+    target = random_target(num_layers=2)
     drafter = random_drafter(target.config, target_layer_ids=(0,), num_layers=1, layer_types=("full_attention",))
     prompts = random_prompts([3, 7, 5])
 
