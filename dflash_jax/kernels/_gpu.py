@@ -34,8 +34,6 @@ MAX_WIDTH = 64
 MASKED = -1e30
 LOG2E = math.log2(math.e)
 
-BY_ROW = plgpu.Layout.WGMMA.reduce(1)  # one number a row of a score tile
-BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
@@ -277,31 +275,20 @@ def copy_context(at: Place, to: Layout, visits: Visited, keys: int, sources, rin
         drain(ring, visits.steps)
 
 
-def load(numbers_ref, layout) -> jax.Array:
-    return plgpu.load(numbers_ref, (), layout=layout)
+def load(numbers_R, row_axis: int) -> jax.Array:
+    """One number a row, held as scores whose rows lie along that axis need it."""
+    return plgpu.load(numbers_R, (), layout=plgpu.Layout.WGMMA.reduce(1 - row_axis))
 
 
-def product(a, b) -> jax.Array:
-    """a @ b in float32, complete."""
-
-    def multiply(sum_ref):
-        plgpu.wgmma(sum_ref, a, b)
-        return sum_ref[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
-
-
-def add_product(total, a, b) -> jax.Array:
-    """total + a @ b, complete."""
-    return pl.run_state(lambda sum_ref: plgpu.wgmma(sum_ref, a, b))(plgpu.ACC.init(total))
+def product(a, b, total=None) -> jax.Array:
+    """total + a @ b in float32, complete."""
+    if total is None:
+        total = plgpu.layout_cast(jnp.zeros((a.shape[0], b.shape[1]), jnp.float32), plgpu.Layout.WGMMA)
+    return pl.run_state(lambda total_ref: plgpu.wgmma(total_ref, a, b))(plgpu.ACC.init(total))
 
 
 def transposed(ref):
     return plgpu.transpose_ref(ref, (1, 0))
-
-
-def zeros(*shape: int) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
 
 
 def iota(shape, axis: int) -> jax.Array:
@@ -326,15 +313,15 @@ def mask_own(scores, to: Layout, mask, row_slot, key_slot, row_axis: int) -> jax
     return jnp.where(allowed, scores, MASKED)
 
 
-def mask_context(scores, kind, low_R, high_R, first_key, row_axis: int) -> jax.Array:
-    """Scores with a context tile. Most pairs of tiles need no mask."""
+def mask_context(scores, kind, bounds, first_key, row_axis: int) -> jax.Array:
+    """Scores with a context tile, given the [2, R] bounds of the rows. Most pairs of tiles need no mask."""
 
-    def within_range(scores):
+    def within_bounds(scores):
         key = first_key + iota(scores.shape, 1 - row_axis)
-        allowed = (key >= spread(low_R, scores, row_axis)) & (key < spread(high_R, scores, row_axis))
-        return jnp.where(allowed, scores, MASKED)
+        low, high = (spread(load(bounds.at[side], row_axis), scores, row_axis) for side in range(2))
+        return jnp.where((key >= low) & (key < high), scores, MASKED)
 
-    return lax.cond((kind & _tiles.WHOLE) != 0, lambda scores: scores, within_range, scores)
+    return lax.cond((kind & _tiles.WHOLE) != 0, lambda scores: scores, within_bounds, scores)
 
 
 def kernel(body, name: str, grid: dict[str, int], **types):
@@ -362,7 +349,7 @@ def on_warpgroups(compute, copy) -> None:
 
     @pl.when(warpgroup == 2)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(48, action="decrease")
         copy()
 
 
@@ -395,14 +382,14 @@ def _forward_kernel(
         start_copies(q_ref, q, rows_here, to, at.batch, slot, at.queries)
         plgpu.copy_gmem_to_smem(bounds_ref.at[at.batch, tile], here.bounds.at[warpgroup], rows_here)
         plgpu.barrier_wait(rows_here)
-        low_R, high_R = (load(here.bounds.at[warpgroup, side], BY_ROW) for side in range(2))
+        bounds = here.bounds.at[warpgroup]
 
         plgpu.barrier_wait(here.own_here)
         scores = product(q, transposed(here.k_own.at[own])) * (scale * LOG2E)
         scores = mask_own(scores, to, mask, slot, at.own_slot(to, own), row_axis=0)
         top_R = scores.max(1)
         weights = jnp.exp2(scores - spread(top_R, scores, 0))
-        mixed_RH = add_product(zeros(ROWS, to.H), weights.astype(q.dtype), here.v_own.at[own])
+        mixed_RH = product(weights.astype(q.dtype), here.v_own.at[own])
 
         def add_keys(step, carry):
             mixed_RH, top_R, total_R = carry
@@ -411,19 +398,19 @@ def _forward_kernel(
             scores = product(q, transposed(here.k.tiles.at[stage])) * (scale * LOG2E)
             plgpu.barrier_arrive(here.k.free.at[stage])
             first_key = visits.first_key(step, to, FORWARD_KEYS)
-            scores = mask_context(scores, kind_ref[visits.first + step], low_R, high_R, first_key, row_axis=0)
+            scores = mask_context(scores, kind_ref[visits.first + step], bounds, first_key, row_axis=0)
             new_top_R = jnp.maximum(top_R, scores.max(1))
             shrink_R = jnp.exp2(top_R - new_top_R)
             weights = jnp.exp2(scores - spread(new_top_R, scores, 0))
             total_R = total_R * shrink_R + weights.sum(1)
             mixed_RH *= spread(shrink_R, mixed_RH, 0)
             plgpu.barrier_wait(here.v.here.at[stage])
-            mixed_RH = add_product(mixed_RH, weights.astype(q.dtype), here.v.tiles.at[stage])
+            mixed_RH = product(weights.astype(q.dtype), here.v.tiles.at[stage], mixed_RH)
             plgpu.barrier_arrive(here.v.free.at[stage])
             return mixed_RH, new_top_R, total_R
 
         mixed_RH, top_R, total_R = lax.fori_loop(0, visits.steps, add_keys, (mixed_RH, top_R, weights.sum(1)))
-        real_R = high_R > 0
+        real_R = load(bounds.at[1], 0) > 0
         here.lse[warpgroup] = jnp.where(real_R, top_R * (1 / LOG2E) + jnp.log(total_R), jnp.inf)
         inverse_R = jnp.where(real_R, 1.0 / total_R, 0.0)
         write_rows(mixed_RH * spread(inverse_R, mixed_RH, 0), out_ref, q, to, at.batch, slot, at.queries)
@@ -470,3 +457,239 @@ def forward(q, k_block, v_block, k_context, v_context, starts, ends, mask, scale
     )
     lse_BAWN = cut_blocks(untile_rows(lse_BPIR, to), to)
     return cut_blocks(out_BTNH, to), lse_BAWN.transpose(0, 3, 1, 2).reshape(to.B, to.N, to.A * to.W)
+
+
+# Backward, in two kernels; scores are recomputed from the saved log-sum-exp. No sum leaves its kernel before it is
+# complete, so there are no atomics. Only a block's own keys, where a group has several parts, are summed outside.
+
+
+def score_gradients(scores, d_weights, stats, row_axis: int) -> tuple[jax.Array, jax.Array]:
+    """Softmax weights and gradients of the scaled scores, given the [2, R] log-sum-exp and row sums of d_out · out.
+
+    A row of padding has log-sum-exp +inf, so both are 0 there.
+    """
+    weights = jnp.exp2(scores - spread(load(stats.at[0], row_axis), scores, row_axis))
+    return weights, weights * (d_weights - spread(load(stats.at[1], row_axis), scores, row_axis))
+
+
+class QueryScratch(NamedTuple):
+    q: Any
+    d_out: Any
+    bounds: Any
+    stats: Any
+    k_own: Any
+    v_own: Any
+    k: Ring
+    v: Ring
+    rows_here: Any
+    own_here: Any
+
+
+def _query_kernel(
+    first_ref, other_ref, kind_ref, bounds_ref, stats_ref, q_ref, d_out_ref, k_block_ref, v_block_ref, k_ref, v_ref,
+    dq_ref, dk_block_ref, dv_block_ref, here: QueryScratch,
+    *, to: Layout, mask, scale: float,
+):  # fmt: skip
+    at = pair_of_tiles(to)
+    visits = visited(first_ref, other_ref, at.batch * (to.row_tiles // 2) + at.pair)
+
+    def compute(warpgroup):
+        tile, q, d_out = 2 * at.pair + warpgroup, here.q.at[warpgroup], here.d_out.at[warpgroup]
+        slot, own, rows_here = tile * to.slots, at.window(to, warpgroup), here.rows_here.at[warpgroup]
+        start_copies(q_ref, q, rows_here, to, at.batch, slot, at.queries)
+        start_copies(d_out_ref, d_out, rows_here, to, at.batch, slot, at.queries)
+        plgpu.copy_gmem_to_smem(bounds_ref.at[at.batch, tile], here.bounds.at[warpgroup], rows_here)
+        plgpu.copy_gmem_to_smem(stats_ref.at[at.batch, at.queries, tile], here.stats.at[warpgroup], rows_here)
+        plgpu.barrier_wait(rows_here)
+        bounds, stats = here.bounds.at[warpgroup], here.stats.at[warpgroup]
+
+        plgpu.barrier_wait(here.own_here)
+        k_own, v_own, own_slot = here.k_own.at[own], here.v_own.at[own], at.own_slot(to, own)
+        scores = product(q, transposed(k_own)) * (scale * LOG2E)
+        scores = mask_own(scores, to, mask, slot, own_slot, row_axis=0)
+        _, d_scores = score_gradients(scores, product(d_out, transposed(v_own)), stats, row_axis=0)
+
+        def add_keys(step, dq_RH):
+            stage = lax.rem(step, STAGES)
+            k, v = here.k.tiles.at[stage], here.v.tiles.at[stage]
+            plgpu.barrier_wait(here.k.here.at[stage])
+            scores = product(q, transposed(k)) * (scale * LOG2E)
+            first_key = visits.first_key(step, to, BACKWARD_KEYS)
+            scores = mask_context(scores, kind_ref[visits.first + step], bounds, first_key, row_axis=0)
+            plgpu.barrier_wait(here.v.here.at[stage])
+            d_weights = product(d_out, transposed(v))
+            plgpu.barrier_arrive(here.v.free.at[stage])
+            _, d_scores = score_gradients(scores, d_weights, stats, row_axis=0)
+            dq_RH = product(d_scores.astype(q.dtype), k, dq_RH)
+            plgpu.barrier_arrive(here.k.free.at[stage])
+            return dq_RH
+
+        dq_RH = lax.fori_loop(0, visits.steps, add_keys, product(d_scores.astype(q.dtype), k_own))
+
+        # The gradients of the own keys need the scores the other way round.
+        scores = product(k_own, transposed(q)) * (scale * LOG2E)
+        scores = mask_own(scores, to, mask, slot, own_slot, row_axis=1)
+        weights, d_scores = score_gradients(scores, product(v_own, transposed(d_out)), stats, row_axis=1)
+        d_out[...] = product(weights.astype(q.dtype), d_out).astype(q.dtype)
+        q[...] = (product(d_scores.astype(q.dtype), q) * scale).astype(q.dtype)
+        plgpu.commit_smem()
+        tile_slots = pl.ds(pl.multiple_of(slot - own_slot, to.slots), to.slots)
+        for buffer, target_ref in ((q, dk_block_ref), (d_out, dv_block_ref)):
+            target = target_ref.at[at.batch, pl.ds(slot, to.slots), at.queries]
+            plgpu.copy_smem_to_gmem(buffer.at[tile_slots], target)
+        plgpu.wait_smem_to_gmem(0)
+        write_rows(dq_RH * scale, dq_ref, q, to, at.batch, slot, at.queries)
+
+    def copy():
+        copy_own(at, to, (k_block_ref, v_block_ref), (here.k_own, here.v_own), here.own_here)
+        copy_context(at, to, visits, BACKWARD_KEYS, (k_ref, v_ref), (here.k, here.v))
+
+    on_warpgroups(compute, copy)
+
+
+class RowTiles(NamedTuple):
+    """What a stage of the context kernel holds of a row tile."""
+
+    q: Any
+    d_out: Any
+    bounds: Any
+    stats: Any
+
+
+class ContextScratch(NamedTuple):
+    k: Any
+    v: Any
+    rows: Ring
+    keys_here: Any
+
+
+def _context_kernel(
+    first_ref, other_ref, kind_ref, bounds_ref, stats_ref, q_ref, d_out_ref, k_ref, v_ref,
+    dk_ref, dv_ref, here: ContextScratch,
+    *, to: Layout, scale: float,
+):  # fmt: skip
+    batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "keys"))
+    visits = visited(first_ref, other_ref, batch * (to.all_keys // CONTEXT_KEYS) + tile)
+    steps = visits.steps * to.parts
+
+    def compute(warpgroup):
+        first_key = tile * CONTEXT_KEYS + warpgroup * ROWS
+        keys, k, v = pl.ds(first_key, ROWS), here.k.at[warpgroup], here.v.at[warpgroup]
+        for source_ref, target in ((k_ref, k), (v_ref, v)):
+            plgpu.copy_gmem_to_smem(source_ref.at[batch, keys, head], target, here.keys_here.at[warpgroup])
+        plgpu.barrier_wait(here.keys_here.at[warpgroup])
+
+        def add_rows(step, carry):
+            dk, dv = carry
+            stage = lax.rem(step, STAGES)
+            plgpu.barrier_wait(here.rows.here.at[stage])
+            q, d_out = here.rows.tiles.q.at[stage], here.rows.tiles.d_out.at[stage]
+            scores = product(k, transposed(q)) * (scale * LOG2E)
+            kind = kind_ref[visits.first + lax.div(step, to.parts)]
+            scores = mask_context(scores, kind, here.rows.tiles.bounds.at[stage], first_key, row_axis=1)
+            d_weights = product(v, transposed(d_out))
+            weights, d_scores = score_gradients(scores, d_weights, here.rows.tiles.stats.at[stage], row_axis=1)
+            dv = product(weights.astype(k.dtype), d_out, dv)
+            dk = product(d_scores.astype(k.dtype), q, dk)
+            plgpu.barrier_arrive(here.rows.free.at[stage])
+            return dk, dv
+
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, to.H), jnp.float32), plgpu.Layout.WGMMA)
+        dk, dv = lax.fori_loop(0, steps, add_rows, (zeros, zeros))
+        k[...], v[...] = (dk * scale).astype(k.dtype), dv.astype(k.dtype)
+        plgpu.commit_smem()
+        for source, target_ref in ((k, dk_ref), (v, dv_ref)):
+            plgpu.copy_smem_to_gmem(source, target_ref.at[batch, keys, head])
+        plgpu.wait_smem_to_gmem(0)
+
+    def copy():
+        @pl.loop(0, steps)
+        def _(step):
+            wait_until_free(here.rows, step)
+            stage = lax.rem(step, STAGES)
+            row_tile = lax.rem(other_ref[visits.first + lax.div(step, to.parts)], to.row_tiles)
+            queries = head * to.parts + lax.rem(step, to.parts)
+            barrier, tiles = here.rows.here.at[stage], here.rows.tiles
+            start_copies(q_ref, tiles.q.at[stage], barrier, to, batch, row_tile * to.slots, queries)
+            start_copies(d_out_ref, tiles.d_out.at[stage], barrier, to, batch, row_tile * to.slots, queries)
+            plgpu.copy_gmem_to_smem(bounds_ref.at[batch, row_tile], tiles.bounds.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(stats_ref.at[batch, queries, row_tile], tiles.stats.at[stage], barrier)
+
+        drain(here.rows, steps)
+
+    on_warpgroups(compute, copy)
+
+
+def backward(q, k_block, v_block, k_context, v_context, starts, ends, out, lse_BNR, d_out, mask, scale):
+    """Gradients of the five arrays, each in its array's shape and dtype; same contract as _xla.backward."""
+    to = layout(q.shape, k_context.shape)
+    reads = ranges(starts, ends, mask, to)
+    delta_BAWN = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
+    lse_BAWN = lse_BNR.reshape(to.B, to.N, to.A, to.W).transpose(0, 2, 3, 1) * LOG2E
+    stats = [tile_rows(pad_blocks(x, to, fill), to) for x, fill in ((lse_BAWN, jnp.inf), (delta_BAWN, 0.0))]
+    rows = (reads.of_rows(to), jnp.stack(stats, axis=3), *(pad_blocks(x, to) for x in (q, d_out.astype(q.dtype))))
+    context = [pad_context(x, to) for x in (k_context, v_context)]
+
+    dq, dk_block, dv_block = _query_call(to, mask, scale)(
+        *listed(_tiles.visits(reads.overlap(to, 2, BACKWARD_KEYS)), to.B * to.row_tiles // 2),
+        *rows,
+        *(pad_blocks(x, to) for x in (k_block, v_block)),
+        *context,
+    )
+    dk_context, dv_context = _context_call(to, scale)(
+        *listed(_tiles.transposed_visits(reads.overlap(to, 1, CONTEXT_KEYS)), to.B * to.all_keys // CONTEXT_KEYS),
+        *rows,
+        *context,
+    )
+
+    def summed(x_BTPH):
+        parts = x_BTPH.reshape(to.B, to.all_slots, to.K, to.parts, to.H)
+        return cut_blocks(parts.sum(3, dtype=jnp.float32).astype(q.dtype), to)
+
+    return cut_blocks(dq, to), summed(dk_block), summed(dv_block), dk_context[:, : to.S], dv_context[:, : to.S]
+
+
+def _query_call(to: Layout, mask, scale: float):
+    scratch = QueryScratch(
+        q=smem(2, ROWS, to.H),
+        d_out=smem(2, ROWS, to.H),
+        bounds=plgpu.SMEM((2, 2, ROWS), jnp.int32),
+        stats=plgpu.SMEM((2, 2, ROWS), jnp.float32),
+        k_own=smem(to.windows, OWN, to.H),
+        v_own=smem(to.windows, OWN, to.H),
+        k=ring(smem(STAGES, BACKWARD_KEYS, to.H)),
+        v=ring(smem(STAGES, BACKWARD_KEYS, to.H)),
+        rows_here=plgpu.Barrier(num_arrivals=2 * to.heads + 2, num_barriers=2),
+        own_here=plgpu.Barrier(num_arrivals=2 * to.windows),
+    )
+    own = jax.ShapeDtypeStruct((to.B, to.all_slots, to.K * to.parts, to.H), jnp.bfloat16)
+    return kernel(
+        functools.partial(_query_kernel, to=to, mask=mask, scale=scale),
+        "block_attention_backward_queries",
+        dict(queries=to.K * to.parts, pair=to.row_tiles // 2, batch=to.B),
+        out_type=[jax.ShapeDtypeStruct((to.B, to.all_slots, to.N, to.H), jnp.bfloat16), own, own],
+        scratch_types=[scratch],
+    )
+
+
+def _context_call(to: Layout, scale: float):
+    tiles = RowTiles(
+        q=smem(STAGES, ROWS, to.H),
+        d_out=smem(STAGES, ROWS, to.H),
+        bounds=plgpu.SMEM((STAGES, 2, ROWS), jnp.int32),
+        stats=plgpu.SMEM((STAGES, 2, ROWS), jnp.float32),
+    )
+    scratch = ContextScratch(
+        k=smem(2, ROWS, to.H),
+        v=smem(2, ROWS, to.H),
+        rows=ring(tiles, copies=2 * to.heads + 2),
+        keys_here=plgpu.Barrier(num_arrivals=2, num_barriers=2),
+    )
+    keys = jax.ShapeDtypeStruct((to.B, to.all_keys, to.K, to.H), jnp.bfloat16)
+    return kernel(
+        functools.partial(_context_kernel, to=to, scale=scale),
+        "block_attention_backward_context",
+        dict(head=to.K, keys=to.all_keys // CONTEXT_KEYS, batch=to.B),
+        out_type=[keys, keys],
+        scratch_types=[scratch],
+    )
