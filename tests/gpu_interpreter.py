@@ -5,11 +5,13 @@ a missing wait or fence does not show here.
 """
 
 import contextlib
+import threading
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from jax._src import core
+from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, params
@@ -101,6 +103,18 @@ ADDED = {
 }
 
 
+lock, compiled = threading.Lock(), {}
+
+
+def run_thread(jaxpr, constants, *arguments):
+    """thread_map._run_jaxpr, which compiles the same program again for every warpgroup of every block."""
+    with lock:
+        if jaxpr not in compiled:
+            run = jax.jit(lambda constants, *arguments: core.eval_jaxpr(jaxpr, constants, *arguments))
+            compiled[jaxpr] = run.lower(constants, *arguments).compile()
+    compiled[jaxpr](constants, *arguments)
+
+
 @contextlib.contextmanager
 def gpu_interpreter():
     """Inside, kernels of plgpu.kernel run on this machine. Memory that nothing has written holds NaN."""
@@ -108,5 +122,6 @@ def gpu_interpreter():
     with (
         params.force_gpu_interpret_mode(params.InterpretGPUParams(uninitialized_memory="nan")),
         mock.patch.object(JaxprInterpreter, "interpret", interpret),
+        mock.patch.object(thread_map, "_run_jaxpr", run_thread),
     ):
         yield
