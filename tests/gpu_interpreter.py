@@ -68,10 +68,6 @@ def layout_cast(self, token, equation, x):
     return token, [x]
 
 
-def optimization_barrier(self, token, equation, *arrays):
-    return token, arrays
-
-
 def run_state(self, token, equation, *arguments):
     """Accumulators and registers become plain values; references to shared memory stay what they are."""
     plain = [not isinstance(atom.aval, AbstractRef) for atom in equation.invars]
@@ -99,7 +95,6 @@ ADDED = {
     primitives.load_p: load,
     primitives.wgmma_p: wgmma,
     discharge.run_state_p: run_state,
-    jax.lax.optimization_barrier_p: optimization_barrier,
 }
 
 
