@@ -87,6 +87,10 @@ def attend(arrays, starts, ends, *, shape: Shape, backend: str, tiles=None, inte
             stack.enter_context(pltpu.force_tpu_interpret_mode(interpreter))
             if tiles != "chosen":
                 stack.enter_context(mock.patch.object(_tpu_layout, "choose_tiles", return_value=tiles))
+        if backend == "gpu" and jax.default_backend() != "gpu":
+            from gpu_interpreter import gpu_interpreter  # which stands on private parts of jax
+
+            stack.enter_context(gpu_interpreter())
         return _run(arrays, starts, ends, shape=shape, backend=backend, tiles=tiles)
 
 

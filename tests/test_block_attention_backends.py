@@ -83,10 +83,42 @@ def test_what_the_tpu_backend_cannot_take_is_left_to_xla(messages, shape, dtype,
     assert lowered == "block attention for tpu: xla backend"
 
 
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_gpu_kernels_are_exported_where_they_are_asked_for(head_size):
+    """Forward and backward, lowered to Mosaic GPU without a GPU or its compiler."""
+    shape = SHAPE._replace(H=head_size, W=16)
+    arrays = jax.eval_shape(lambda: random_arrays(shape, 0, jnp.bfloat16))[:5]
+    gradients = jax.jit(jax.grad(functools.partial(loss, backend="gpu"), argnums=(0, 1, 2, 3, 4)))
+    text = jax.export.export(gradients, platforms=["cuda"])(*arrays).mlir_module()
+    assert text.count("custom_call @mosaic_gpu") == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        (SHAPE._replace(H=64), jnp.float32, "dtypes ['float32']"),
+        (SHAPE._replace(H=80), jnp.bfloat16, "head size 80"),
+        (SHAPE._replace(H=64, W=65), jnp.bfloat16, "block width 65"),
+    ],
+)
+def test_what_the_gpu_backend_cannot_take_is_left_to_xla(messages, shape, dtype, reason):
+    arrays = jax.eval_shape(lambda: random_arrays(shape, 0, dtype))[:5]
+    bounds = jax.ShapeDtypeStruct((shape.B, shape.A), jnp.int32)
+    op = functools.partial(block_attention, scale=1.0, backend="gpu")
+    text = jax.export.export(jax.jit(op), platforms=["cuda"])(*arrays, bounds, bounds).mlir_module()
+    assert "mosaic_gpu" not in text
+    asked, lowered = messages()
+    assert "the gpu backend cannot take" in asked and reason in asked
+    assert lowered == "block attention for cuda: xla backend"
+
+
 def test_what_fits_is_not_left_to_xla(messages):
     for shape in (SHAPE._replace(H=256), SHAPE._replace(W=32, N=8, K=1, H=80), SHAPE._replace(N=28, K=4, H=128)):
         arrays = jax.eval_shape(lambda shape=shape: random_arrays(shape, 0, jnp.bfloat16))
         assert _backends.choose("tpu", *arrays[:5]) == "tpu"
+    for shape in (SHAPE._replace(H=64), SHAPE._replace(W=64, N=28, K=4, H=128)):
+        arrays = jax.eval_shape(lambda shape=shape: random_arrays(shape, 0, jnp.bfloat16))
+        assert _backends.choose("gpu", *arrays[:5]) == "gpu"
     assert messages() == []
 
 

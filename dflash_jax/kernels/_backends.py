@@ -3,6 +3,9 @@
 Backends share one contract: `forward` gives the output and the log-sum-exp [B, N, A·W] of every row, `backward` takes
 them back. With "auto" both are staged and the compiler's target picks one, so a program compiled for hardware that is
 not here gets what it would get there. That is known only when a program is lowered, and so is what is logged.
+
+"auto" does not take "gpu": its kernels have not run on a GPU yet, and a platform's name does not tell a Hopper GPU
+from those that cannot run them.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from jax.interpreters import batching, mlir
 
 from dflash_jax.kernels import _tpu, _xla
 
-Backend = Literal["auto", "reference", "xla", "tpu"]
-IMPLEMENTATIONS = {"xla": _xla, "tpu": _tpu}
+Backend = Literal["auto", "reference", "xla", "tpu", "gpu"]
+NAMES = ("xla", "tpu", "gpu")
 
 log = logging.getLogger(__name__)
 
@@ -28,17 +31,29 @@ def _say_once(level: int, message: str) -> None:
     log.log(level, message)
 
 
+def _implementation(name: str):
+    if name == "gpu":
+        # Names of Mosaic GPU move between versions of jax: only who asks for this backend depends on them.
+        from dflash_jax.kernels import _gpu
+
+        return _gpu
+    return {"xla": _xla, "tpu": _tpu}[name]
+
+
 def choose(backend: Backend, *arrays: jax.Array) -> str:
     """The backend that can take these arrays: the one asked for, or "xla" with a log line that says why.
 
     Raises:
         ValueError: for an unknown backend.
     """
-    if backend not in ("auto", *IMPLEMENTATIONS):
-        raise ValueError(f"backend={backend!r} is not known; use auto, {', '.join(IMPLEMENTATIONS)} or reference")
-    if backend != "xla" and (reason := _tpu.unsupported(*arrays)):
-        level = logging.WARNING if backend == "tpu" else logging.INFO
-        _say_once(level, f"block attention runs as xla on every platform: the tpu backend cannot take {reason}")
+    if backend not in ("auto", *NAMES):
+        raise ValueError(f"backend={backend!r} is not known; use auto, {', '.join(NAMES)} or reference")
+    if backend == "xla":
+        return backend
+    kernels = "tpu" if backend == "auto" else backend
+    if reason := _implementation(kernels).unsupported(*arrays):
+        level = logging.INFO if backend == "auto" else logging.WARNING
+        _say_once(level, f"block attention runs as xla on every platform: the {kernels} backend cannot take {reason}")
         return "xla"
     return backend
 
@@ -47,7 +62,7 @@ def run(pass_name: Literal["forward", "backward"], backend: str, *arrays: jax.Ar
     """Calls the pass of the backend, or of the one that belongs to the platform."""
 
     def implementation(name: str):
-        function = getattr(IMPLEMENTATIONS[name], pass_name)
+        function = getattr(_implementation(name), pass_name)
 
         def call(*arrays):
             first, *others = function(*arrays, mask=mask, scale=scale)

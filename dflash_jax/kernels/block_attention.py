@@ -58,9 +58,10 @@ def block_attention(
         starts_BA, ends_BA: int32 bounds with 0 ≤ start and end ≤ S.
         scale: factor on the scores, usually H**-0.5.
         window, causal_in_block: see BlockMask.
-        backend: "xla" (chunked, any platform), "tpu" (Pallas kernels), "reference" (dense, an oracle for tests), or
-            "auto": what suits the platform that the program is compiled for. Arrays that a backend cannot take are
-            left to "xla", and the log says so.
+        backend: "xla" (chunked, any platform), "tpu" (Pallas kernels), "gpu" (Pallas kernels for Hopper GPUs, not run
+            on one yet), "reference" (dense, an oracle for tests), or "auto": what suits the platform that the program
+            is compiled for, which is never "gpu" so far. Arrays that a backend cannot take are left to "xla", and the
+            log says so.
 
     Returns:
         [B, A, W, N, H] in the dtype of q. Softmax and sums are float32.
