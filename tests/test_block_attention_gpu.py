@@ -20,10 +20,10 @@ elif jax.devices()[0].compute_capability != "9.0":
 
 SMALL = Shape(1, 4, 16, 4, 1, S=40, H=64)
 SHAPES = {
-    "more key tiles than stages": Shape(1, 2, 16, 4, 1, S=330, H=64),
-    "no size a multiple of anything": Shape(1, 3, 5, 3, 1, S=70, window=30, causal=True, H=64),
-    "a group that takes two tiles": Shape(1, 3, 16, 8, 1, S=40, H=64),
-    "two sequences of wide blocks": Shape(2, 2, 64, 1, 1, S=130, window=90, H=64),
+    "more key tiles than stages": Shape(1, 2, 16, 4, 1, S=520, H=64),
+    "no size a multiple of anything": Shape(2, 3, 5, 3, 1, S=70, window=30, causal=True, H=64),
+    "a group that takes two tiles": Shape(1, 3, 16, 8, 1, S=140, H=64),
+    "wide blocks": Shape(1, 2, 64, 1, 1, S=130, window=90, H=64),
     "large heads": Shape(1, 3, 16, 4, 1, S=130, H=128),
 }
 
