@@ -5,6 +5,7 @@ import shutil
 import struct
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -126,3 +127,12 @@ def test_a_mask_token_that_is_a_stop_token_of_the_target_is_refused(drafter_fold
     (untied / "generation_config.json").write_text(json.dumps({"eos_token_id": 159}))
     with pytest.raises(ConfigError, match="mask_token_id 159 equals stop token 159"):
         load_drafter(drafter_folder, target=load_target(untied))
+
+
+def test_the_shipped_drafter_loads_and_fits_the_target_it_names():
+    loaded = load_drafter(Path(__file__).parent.parent / "configs/drafters/smollm2", dtype=None)
+    config = loaded.config
+    assert (config.block_size, config.num_target_layers, config.hidden_size, config.vocab_size) == (8, 30, 576, 49152)
+    leaves = jax.tree.leaves(loaded.model)
+    assert sum(leaf.size for leaf in leaves) == 12_282_240
+    assert all(leaf.dtype == jnp.bfloat16 and bool(jnp.isfinite(leaf).all()) for leaf in leaves)
