@@ -1,5 +1,6 @@
 """What a call says about itself: counts against rigged drafters, and that compilation is apart from the rest."""
 
+import concurrent.futures
 import math
 import time
 
@@ -111,3 +112,17 @@ def test_nested_compilations_count_once():
     spent, compiling = clock.charge("part")
     assert compiling and 0 < compiled <= inside
     assert inside <= spent + compiled <= time.perf_counter() - start
+
+
+def test_a_stream_that_another_thread_reads_keeps_its_counts_of_time():
+    """Compilation is counted by thread: here this one has compiled, and the other has not yet."""
+    jax.jit(lambda x: x + 1)(1)
+    assert compile_seconds() > 0
+    text = stream(TARGET, [1, 2, 3], drafter=rigged(ROWS, 2, W), max_new_tokens=31)
+    started = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        other.submit(lambda: list(text)).result()
+    waited, stats = time.perf_counter() - started, text.stats
+    assert stats is not None and stats.decode_tokens == 30
+    assert stats.compile_seconds >= 0
+    assert stats.run_seconds + stats.compile_seconds <= waited + 1.0  # the call itself checks its arguments before

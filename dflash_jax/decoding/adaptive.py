@@ -5,8 +5,9 @@ probability that slots 1 … k are all accepted. Width 1 is plain decoding, so w
 drafted, and after a while that doubles each time in vain it is tried again.
 
 What a call can lose against plain decoding is bounded: rounds that are expected to cost more than they give are only
-run on an allowance of 4 plain rounds and 3 % of the tokens so far. Not in the bound: costs measured wrong, and
-what the drafter absorbs in rounds of width 1, which plain decoding without a drafter does not do.
+run on an allowance of 4 plain rounds and 3 % of the tokens so far. Not in the bound: costs measured wrong, what the
+drafter absorbs in rounds of width 1, which plain decoding without a drafter does not do, and the round that a stream
+launches before it knows what the last one gave.
 """
 
 from __future__ import annotations

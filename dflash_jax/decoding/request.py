@@ -64,8 +64,8 @@ def checked_request(target, prompts, options: Options) -> Request:
     """
     if isinstance(prompts, str):
         raise ValueError("prompts is one string; pass a list of prompts")
-    if options.max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={options.max_new_tokens} must be 0 or more")
+    if not isinstance(options.max_new_tokens, (int, np.integer)) or options.max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={options.max_new_tokens!r} must be an integer of 0 or more")
     if options.proposals not in ("argmax", "sampled"):
         raise ValueError(f"proposals={options.proposals!r} must be 'argmax' or 'sampled'")
     if options.logits_processor is not None and not callable(options.logits_processor):
@@ -121,7 +121,7 @@ def cache_bucket(length: int) -> int:
 def _widest(options: Options, trained: int) -> int:
     """The width that rounds may have at most."""
     width = trained if options.width in (None, "adaptive") else options.width
-    if isinstance(width, str) or not 1 <= width <= trained:
+    if not isinstance(width, (int, np.integer)) or not 1 <= width <= trained:
         raise ValueError(f"width={width!r} must be 'adaptive' or between 1 and {trained}, the drafter's trained width")
     if options.width == "adaptive" and options.proposals == "sampled":
         raise ValueError(

@@ -67,16 +67,22 @@ def position_acceptance(rounds: Iterable[tuple[int, int]]) -> list[float]:
 
 
 class Clock:
-    """Splits the wall time since it was made into parts, without what this thread spent compiling."""
+    """Splits the wall time since it was made into parts, without what the thread that charges spent compiling.
+
+    What a thread compiles before its first charge counts as running.
+    """
 
     def __init__(self):
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self.compile_seconds = 0.0
         self._last, self._compiled = time.perf_counter(), compile_seconds()
+        self._thread = threading.get_ident()
 
     def charge(self, part: str) -> tuple[float, bool]:
         """Adds the time since the last charge to a part; returns it, and whether anything was compiled in it."""
         now, compiled = time.perf_counter(), compile_seconds()
+        if threading.get_ident() != self._thread:  # a stream may be read elsewhere than it was made
+            self._thread, self._compiled = threading.get_ident(), compiled
         compiling = compiled - self._compiled
         spent = max(0.0, now - self._last - compiling)
         self.seconds[part] += spent

@@ -58,6 +58,7 @@ def run(config: BenchmarkConfig) -> Results:
             f"decoding.widths={decoding.widths}: {models.drafter} was trained for {drafter.config.block_size}"
         )
     sets = {source: prompts_of(source, config, target) for source in config.prompts.sets}
+    recorded_arguments = _named("models.drafter", models.drafter, lambda: _recorded_arguments(models.drafter))
     cells = []
     for source, prompts in sets.items():
         for temperature in decoding.temperatures:
@@ -75,7 +76,7 @@ def run(config: BenchmarkConfig) -> Results:
         target_fingerprint=target.fingerprint,
         drafter_width=drafter.config.block_size,
         template_arguments=arguments_from_flag(config.prompts.template_arguments),
-        drafter_template_arguments=_recorded_arguments(models.drafter),
+        drafter_template_arguments=recorded_arguments,
         sets=[_described(source, prompts) for source, prompts in sets.items()],
         cells=cells,
     )
@@ -85,7 +86,7 @@ def prompts_of(source: str, config: BenchmarkConfig, target: LoadedTarget) -> li
     """The prompts of a set as serving renders them; those that can't be used are reported.
 
     Raises:
-        ConfigError: there is no such set, or it has too few prompts for the largest batch.
+        ConfigError: there is no such set, it has too few prompts for the largest batch, or there is no room for any.
     """
     if target.tokenizer is None:
         raise ConfigError(f"models.target={config.models.target!r} has no tokenizer to render prompts with")
@@ -93,10 +94,15 @@ def prompts_of(source: str, config: BenchmarkConfig, target: LoadedTarget) -> li
         arguments = arguments_from_flag(config.prompts.template_arguments)
     except ValueError as error:
         raise ConfigError(str(error).replace("--template_arguments", "prompts.template_arguments")) from error
+    context = target.config.max_position_embeddings
+    if config.decoding.max_new_tokens >= context:
+        raise ConfigError(
+            f"decoding.max_new_tokens={config.decoding.max_new_tokens}: must be below {context}, the target's context"
+        )
     conversations, report = _named("prompts.sets", source, lambda: read_prompts(source, limit=config.prompts.limit))
     encoded = encode_prompts(
         *(target.tokenizer, conversations, report),
-        max_prompt_length=target.config.max_position_embeddings - config.decoding.max_new_tokens,
+        max_prompt_length=context - config.decoding.max_new_tokens,
         embedding_rows=target.config.vocab_size,
         template_arguments=arguments,
     )
@@ -179,7 +185,8 @@ def _described(source: str, prompts: Sequence[Sequence[int]]) -> PromptSet:
 def _recorded_arguments(drafter: str) -> dict[str, Any] | None:
     """The template arguments of a drafter's training data; None where its folder doesn't say."""
     path = Path(drafter).expanduser() / MADE_WITH
-    return json.loads(path.read_text(encoding="utf-8")).get("template_arguments") if path.is_file() else None
+    recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return recorded.get("template_arguments") if isinstance(recorded, dict) else None
 
 
 def _device() -> str:

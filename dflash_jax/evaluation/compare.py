@@ -73,7 +73,7 @@ def compare(target, prompt, drafter, *, width: Width, **options) -> Comparison:
                 break
         return generate(target, [prompt], **arm, **options)[0]
 
-    width = width or drafter.model.max_width
+    width = drafter.model.max_width if width is None else width
     return Comparison(timed(drafter=drafter, width=width), timed(), width)
 
 
