@@ -8,7 +8,7 @@ Wrong flags, files or checkpoints: status 2 and a message.
 """
 
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 from absl import app, flags, logging
 
@@ -31,6 +31,7 @@ flags.DEFINE_enum(
     "Propose the drafter's likeliest tokens, or draws of it.",
 )
 flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of both models' parameters.")
+flags.DEFINE_integer("tensor_parallel", 1, "Devices to divide both models over.", lower_bound=1)
 flags.DEFINE_bool("raw", False, "Take --prompt as it is, without the chat template.")
 flags.DEFINE_bool("compare", False, "Also decode autoregressively, and report both.")
 flags.DEFINE_bool("require_same", False, "Exit with status 1 when the two texts of --compare differ.")
@@ -62,8 +63,9 @@ def _run() -> bool:
     from dflash_jax import load_drafter, load_target, stream
     from dflash_jax.evaluation.compare import compare
 
-    target = load_target(FLAGS.target, dtype=FLAGS.dtype)
-    drafter = load_drafter(FLAGS.drafter, target=target, dtype=FLAGS.dtype) if FLAGS.drafter else None
+    placed: dict[str, Any] = {"dtype": FLAGS.dtype, "mesh": _mesh(FLAGS.tensor_parallel)}
+    target = load_target(FLAGS.target, **placed)
+    drafter = load_drafter(FLAGS.drafter, target=target, **placed) if FLAGS.drafter else None
     prompt = FLAGS.prompt
     if FLAGS.raw:
         if target.tokenizer is None:
@@ -83,6 +85,17 @@ def _run() -> bool:
     comparison = compare(target, prompt, drafter, width=width, **options)
     print(f"\n{comparison.table()}")
     return comparison.same
+
+
+def _mesh(devices: int):
+    """The mesh for --tensor_parallel; None for one device."""
+    import jax
+
+    from dflash_jax.sharding import make_mesh
+
+    if devices > len(jax.devices()):
+        raise ValueError(f"--tensor_parallel={devices}: there are {len(jax.devices())} devices")
+    return make_mesh(tensor=devices, devices=jax.devices()[:devices]) if devices > 1 else None
 
 
 def _width(text: str | None) -> int | Literal["adaptive"] | None:

@@ -91,6 +91,19 @@ class TrainingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How the devices are shared out; their product is the number of devices, and one may be -1: what is left.
+
+    data divides the rows. fsdp divides the rows and the parameters, which are gathered where they are used. tensor
+    divides heads, MLP features and the vocabulary; it must divide the numbers of key/value heads.
+    """
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW, linear warm-up then cosine to zero, global-norm clipping."""
 
@@ -147,6 +160,7 @@ class ExperimentConfig:
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig
+    mesh: MeshConfig
     optimizer: OptimizerConfig
     checkpoint: CheckpointConfig
     evaluation: EvaluationConfig

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
 from dflash_jax.checkpoints.names import drafter_entries, prefixed_target_entries
@@ -67,12 +68,19 @@ class LoadedDrafter:
     source: str
 
 
-def load_target(source: str | Path, *, dtype: str | None = "float32") -> LoadedTarget:
+def read_target_config(source: str | Path) -> TargetConfig:
+    """The description of a target, without its weights; source and errors as for `load_target`."""
+    return parse_target_config(read_json(resolve_source(source, files=("config.json",)) / "config.json"))
+
+
+def load_target(source: str | Path, *, dtype: str | None = "float32", mesh: Mesh | None = None) -> LoadedTarget:
     """Loads a target.
 
     Args:
         source: a Hugging Face folder, a hub id "org/name", or "smollm2-135m-instruct" (the quickstart's target).
         dtype: "float32", "bfloat16" or "float16"; None keeps the dtypes of the files.
+        mesh: the devices to divide the parameters over (sharding.make_mesh); None: one device. No host ever holds more
+            of the files than a tensor at a time.
 
     Returns:
         The target with its tokenizer and stop tokens.
@@ -86,7 +94,7 @@ def load_target(source: str | Path, *, dtype: str | None = "float32") -> LoadedT
     raw_config = read_json(folder / "config.json")
     config = parse_target_config(raw_config)
     with TensorFolder(folder) as tensors:
-        model = _read_target(config, tensors, dtype)
+        model = _read_target(config, tensors, dtype, mesh)
     tokenizer = load_tokenizer(folder)
     return LoadedTarget(
         model=model,
@@ -99,7 +107,11 @@ def load_target(source: str | Path, *, dtype: str | None = "float32") -> LoadedT
 
 
 def load_drafter(
-    source: str | Path, *, target: LoadedTarget | None = None, dtype: str | None = "float32"
+    source: str | Path,
+    *,
+    target: LoadedTarget | None = None,
+    dtype: str | None = "float32",
+    mesh: Mesh | None = None,
 ) -> LoadedDrafter:
     """Loads a drafter in the z-lab layout.
 
@@ -108,6 +120,7 @@ def load_drafter(
         target: the target that it will draft for; given, the two are checked against each other before any weight is
             read.
         dtype: "float32", "bfloat16" or "float16"; None keeps the dtypes of the files.
+        mesh: as for `load_target`; the same as the target's.
 
     Raises:
         ConfigError: not a drafter that can be represented, or not one for this target.
@@ -126,7 +139,7 @@ def load_drafter(
         check_mask_token_id(config.mask_token_id, target.config.vocab_size, special_token_ids(target))
     model = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
     with TensorFolder(folder) as tensors:
-        fill(model, drafter_entries(config), tensors, dtype=dtype)
+        fill(model, drafter_entries(config), tensors, dtype=dtype, mesh=mesh)
     return LoadedDrafter(model=model, config=config, source=str(source))
 
 
@@ -184,10 +197,10 @@ def special_token_ids(target: LoadedTarget) -> dict[str, int | None]:
     return ids
 
 
-def _read_target(config: TargetConfig, tensors: TensorFolder, dtype: str | None) -> Target:
+def _read_target(config: TargetConfig, tensors: TensorFolder, dtype: str | None, mesh: Mesh | None) -> Target:
     entries, head_name = prefixed_target_entries(config, tensors.names)
     model = nnx.eval_shape(lambda: Target(config, rngs=nnx.Rngs(0)))
-    fill(model, entries, tensors, dtype=dtype, expected=[head_name])
+    fill(model, entries, tensors, dtype=dtype, expected=[head_name], mesh=mesh)
     if config.tie_word_embeddings and head_name in tensors.names:
         embedding_name = next(entry.name for entry in entries if entry.path == "embedding")
         if not np.array_equal(tensors.read(head_name), tensors.read(embedding_name)):

@@ -60,8 +60,8 @@ class TensorFolder:
         """The shape in the file, without reading the tensor."""
         return tuple(self._slice(name).get_shape())
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor as a numpy array (float32, bfloat16 or float16).
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """One tensor, or the part of it at `index`, as a numpy array (float32, bfloat16 or float16).
 
         Raises:
             CheckpointError: the dtype is none of these, as in quantised checkpoints.
@@ -72,7 +72,7 @@ class TensorFolder:
                 f"tensor {name!r} in {self.folder} has dtype {dtype}; supported are {', '.join(DTYPES)}, "
                 "not quantised weights"
             )
-        return self._handle(name).get_tensor(name)
+        return self._slice(name)[index] if index else self._handle(name).get_tensor(name)
 
     def _locate(self) -> dict[str, str]:
         if (self.folder / SINGLE_FILE).exists():

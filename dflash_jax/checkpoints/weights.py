@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from dflash_jax.checkpoints.names import IGNORED_SUFFIXES, Entry
 from dflash_jax.checkpoints.safetensors_io import CheckpointError, TensorFolder
+from dflash_jax.sharding import parameter_spec
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -33,6 +35,7 @@ def fill(
     *,
     dtype: str | None,
     expected: Collection[str] = (),
+    mesh: Mesh | None = None,
 ) -> None:
     """Sets every parameter of a module from a checkpoint, one tensor in memory at a time.
 
@@ -42,6 +45,7 @@ def fill(
         tensors: the open checkpoint.
         dtype: dtype of the parameters, or None for the dtype of each tensor in the file.
         expected: further names that may be there without being read.
+        mesh: what the parameters are divided over; every process reads the parts of its own devices.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or of the wrong shape; all are named in one message.
@@ -52,8 +56,20 @@ def fill(
     if problems:
         raise CheckpointError(f"{tensors.folder} doesn't fit its config.json: " + "; ".join(problems))
     for entry in entries:
-        array = tensors.read(entry.name)
+        array = tensors.read(entry.name) if mesh is None else _read_divided(mesh, entry, tensors, dtype)
         parameter(module, entry.path).set_value(jnp.asarray(array, dtype=dtype))
+
+
+def _read_divided(mesh: Mesh, entry: Entry, tensors: TensorFolder, dtype: str | None) -> jax.Array:
+    """A tensor divided over the mesh, of which each part is read from the file by itself."""
+    shape = tensors.shape(entry.name)
+    sharding = NamedSharding(mesh, parameter_spec(mesh, entry.path, shape))
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        array = tensors.read(entry.name, index)
+        return array if dtype is None else array.astype(jnp.dtype(dtype))
+
+    return jax.make_array_from_callback(shape, sharding, part)
 
 
 def collect(module: nnx.Module, entries: Iterable[Entry], *, dtype: str | None = None) -> dict[str, np.ndarray]:

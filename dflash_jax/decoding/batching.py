@@ -18,6 +18,7 @@ from dflash_jax.decoding.loop import LoopState, Progress, prefill, replace_row
 from dflash_jax.decoding.request import Request, prompt_bucket
 from dflash_jax.decoding.runner import Runner
 from dflash_jax.decoding.stats import Clock, Stats
+from dflash_jax.sharding import on_mesh
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,16 @@ def start(request: Request, rows: Sequence[int], size: int) -> tuple[LoopState, 
     for slot, prompt in enumerate(prompts):
         padded_BP[slot, : len(prompt)] = prompt
     of_rows_B = jnp.asarray([*rows, *[rows[0]] * (size - len(rows))])
-    return prefill(
-        *(request.target, request.drafter, jnp.asarray(padded_BP)),
-        jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
-        jnp.asarray(limits, jnp.int32),
-        jax.tree.map(lambda values: values[of_rows_B], request.sampling),
-        # What a prefill does not depend on is set to one value, so that all widths share a compilation.
-        settings=request.settings._replace(width=1, sampled_proposals=False),
-        cache_length=request.cache_length,
-    )
+    with on_mesh(request.mesh):
+        return prefill(
+            *(request.target, request.drafter, jnp.asarray(padded_BP)),
+            jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
+            jnp.asarray(limits, jnp.int32),
+            jax.tree.map(lambda values: values[of_rows_B], request.sampling),
+            # What a prefill does not depend on is set to one value, so that all widths share a compilation.
+            settings=request.settings._replace(width=1, sampled_proposals=False),
+            cache_length=request.cache_length,
+        )
 
 
 def harvest(request: Request, state: LoopState, ended: dict[int, int]) -> dict[int, DecodedRow]:
@@ -118,5 +120,7 @@ def _fill(
     for slot, row in enumerate(slots):
         if row is None and waiting:
             slots[slot] = new = waiting.popleft()
-            filled = replace_row(filled, start(request, [new], 1)[0], jnp.int32(slot))
+            prefilled = start(request, [new], 1)[0]
+            with on_mesh(request.mesh):
+                filled = replace_row(filled, prefilled, jnp.int32(slot))
     return filled

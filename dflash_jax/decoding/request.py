@@ -10,11 +10,13 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dflash_jax.decoding.loop import LoopSettings
 from dflash_jax.decoding.processing import LogitsProcessor
 from dflash_jax.decoding.sampling import Sampling, row_keys
 from dflash_jax.models.proposal import NoDrafter
+from dflash_jax.sharding import mesh_of
 
 SHORTEST_PROMPT_BUCKET = 32
 SHORTEST_CACHE = 256
@@ -27,7 +29,8 @@ Width = int | Literal["adaptive"] | None
 class Request:
     """One call: models, prompts as token ids, the total length each may reach, and how each row draws.
 
-    settings.width is the widest that rounds may be; adaptive: they may be narrower.
+    settings.width is the widest that rounds may be; adaptive: they may be narrower. mesh: what the models are divided
+    over, if they are.
     """
 
     target: Any
@@ -38,6 +41,7 @@ class Request:
     limits: list[int]
     sampling: Sampling
     cache_length: int
+    mesh: Mesh | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,7 @@ def checked_request(target, prompts, options: Options) -> Request:
         limits=limits,
         sampling=sampling,
         cache_length=cache_bucket(max(max(limits, default=0) + width, prompt_bucket(longest_prompt))),
+        mesh=mesh_of(target.model),
     )
 
 

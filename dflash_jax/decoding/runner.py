@@ -13,6 +13,7 @@ from dflash_jax.decoding.flat import flatten
 from dflash_jax.decoding.loop import LoopState, Progress, run_rounds
 from dflash_jax.decoding.request import Request
 from dflash_jax.decoding.stats import Clock
+from dflash_jax.sharding import on_mesh
 
 EMPTY_LAUNCHES = 3
 
@@ -86,7 +87,8 @@ class Runner:
 
     def _launch(self, state: LoopState, width: int, rounds: int, done_rows: int) -> tuple[LoopState, Progress]:
         settings = self._request.settings._replace(width=width)
-        return run_rounds(self._models, state, jnp.int32(rounds), jnp.int32(done_rows), settings=settings)
+        with on_mesh(self._request.mesh):
+            return run_rounds(self._models, state, jnp.int32(rounds), jnp.int32(done_rows), settings=settings)
 
     def _time_a_launch(self, state: LoopState) -> LoopState:
         """Finds out, once for a program, what a launch costs that runs no round: the shortest of a few."""

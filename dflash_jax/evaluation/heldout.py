@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget
 from dflash_jax.decoding.generate import Generation, generate
+from dflash_jax.sharding import to_devices
 from dflash_jax.training.metrics import report, zero_sums
 from dflash_jax.training.step import Batch, StepSettings, VocabularyTables, evaluation_step
 
@@ -67,9 +68,7 @@ def fixed_anchor_report(drafter, tables: VocabularyTables, batches, features, se
     sums = zero_sums(settings.width)
     for batch in batches:
         on_device = Batch(
-            tokens=jnp.asarray(batch["tokens_BT"]),
-            loss_mask=jnp.asarray(batch["loss_mask_BT"]),
-            rows=jnp.asarray(batch["row_index_B"]),
+            *to_devices((batch["tokens_BT"], batch["loss_mask_BT"], batch["row_index_B"])),
             taps=features(batch["tokens_BT"], batch["row_index_B"]).taps,
         )
         sums = jax.tree.map(jnp.add, sums, evaluation_step(drafter, tables, on_device, settings=settings))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_target
+from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_target, read_target_config
 from dflash_jax.checkpoints.training_state import has_checkpoint
 from dflash_jax.config import ConfigError, ExperimentConfig, TrainingConfig
 from dflash_jax.data.loader import PreparedBatches
@@ -25,10 +26,11 @@ from dflash_jax.data.records import read_chats
 from dflash_jax.data.rows import TrainingRow, rows_from_regenerated
 from dflash_jax.evaluation.heldout import acceptance_by_decoding, fixed_anchor_report
 from dflash_jax.models.family import DrafterConfig
+from dflash_jax.sharding import on_mesh
 from dflash_jax.training.features import OnlineFeatures, feature_bytes, make_features
 from dflash_jax.training.initialise import parameter_count
 from dflash_jax.training.regression_start import drafter_by_regression, row_moments
-from dflash_jax.training.setup import starting_drafter, step_settings
+from dflash_jax.training.setup import mesh_for, starting_drafter, step_settings
 from dflash_jax.training.step import VocabularyTables
 from dflash_jax.training.teacher import shortlist_tokens
 from dflash_jax.training.trainer import CHECKPOINTS, Outcome, Trainer
@@ -47,11 +49,27 @@ def train(experiment: ExperimentConfig) -> Outcome:
 
 def prepare(experiment: ExperimentConfig) -> Trainer:
     """Loads target, data and the drafter to start from; `run` of what is returned trains. Errors as `train`."""
-    model, data = experiment.model, experiment.data
+    model = experiment.model
+    with _naming_the_target(model.target):
+        config = read_target_config(model.target)
+    mesh = mesh_for(experiment, config, jax.devices())
+    mesh = None if mesh.size == 1 else mesh
+    with _naming_the_target(model.target):
+        target = load_target(model.target, dtype=model.target_dtype, mesh=mesh)
+    with on_mesh(mesh):
+        return _prepare(experiment, target)
+
+
+@contextlib.contextmanager
+def _naming_the_target(source: str) -> Iterator[None]:
     try:
-        target = load_target(model.target, dtype=model.target_dtype)
+        yield
     except ValueError as error:
-        raise ConfigError(f"model.target={model.target!r}: {error}") from error
+        raise ConfigError(f"model.target={source!r}: {error}") from error
+
+
+def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
+    data = experiment.data
     rows = training_rows(data.train_file, "data.train_file", experiment, target, split="train")
     per_step, seed = experiment.training.rows_per_step, experiment.training.seed
     try:

@@ -12,9 +12,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from dflash_jax.kernels import _backends, _reference
 from dflash_jax.kernels._backends import Backend
+from dflash_jax.sharding import current_mesh, spec_of
 
 # What the backward pass reads besides the arguments, by the names that a jax.checkpoint policy knows them by:
 # with save_only_these_names(*SAVED) the forward pass is not repeated.
@@ -75,7 +77,26 @@ def block_attention(
     mask = BlockMask(window, causal_in_block)
     if backend == "reference":
         return _reference.forward(*arrays, starts_BA, ends_BA, mask, scale)
-    return _attend(*arrays, starts_BA, ends_BA, mask, scale, _backends.choose(backend, *arrays))
+    attend = functools.partial(_attend, mask=mask, scale=scale, backend=_backends.choose(backend, *arrays))
+    return _by_rows_and_heads(attend, arrays, (starts_BA, ends_BA))
+
+
+def _by_rows_and_heads(attend, arrays, ranges) -> jax.Array:
+    """Every device attends for its own rows and heads, which need nothing of the others; kernels can't be divided by
+    the compiler."""
+    mesh = current_mesh()
+    if mesh is None:
+        return attend(*arrays, *ranges)
+    context_BSKH = arrays[3]
+    rows, _, heads, _ = spec_of(mesh, ("rows", None, "heads", None), context_BSKH.shape)
+    slots, keys = PartitionSpec(rows, None, None, heads), PartitionSpec(rows, None, heads)
+    return jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(slots, slots, slots, keys, keys, PartitionSpec(rows), PartitionSpec(rows)),
+        out_specs=slots,
+        check_vma=False,  # Pallas kernels do not say how their results vary over devices
+    )(*arrays, *ranges)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))

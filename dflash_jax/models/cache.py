@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.sharding import constrain
+
 
 class KVCache(NamedTuple):
     """Keys and values of every layer, each [B, K, S, H].
@@ -26,7 +28,11 @@ class KVCache(NamedTuple):
 def empty_cache(num_layers: int, batch: int, num_kv_heads: int, length: int, head_dim: int, dtype) -> KVCache:
     """Zeros for `num_layers` layers."""
     shape = (batch, num_kv_heads, length, head_dim)
-    return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)) for _ in range(2)))
+
+    def zeros() -> tuple[jax.Array, ...]:
+        return tuple(constrain(jnp.zeros(shape, dtype), "rows", "heads") for _ in range(num_layers))
+
+    return KVCache(zeros(), zeros())
 
 
 def write(cache_BKSH: jax.Array, new_BTKH: jax.Array, start_B: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from dflash_jax.models.family import DrafterConfig
 from dflash_jax.models.layers import MLP, AttentionProjections, Linear, RMSNorm
 from dflash_jax.models.proposal import Draw, Proposal
 from dflash_jax.models.rotary import Rotation, rotation
+from dflash_jax.sharding import constrain
 
 
 class DrafterLayer(nnx.Module):
@@ -63,7 +64,7 @@ class Drafter(nnx.Module):
 
     def fuse(self, taps_BTMD: jax.Array) -> jax.Array:
         """Context features H_t [B, T, D]: RMSNorm(W_c · concatenated taps), computed once for all layers."""
-        return self.hidden_norm(self.fc(taps_BTMD.reshape(*taps_BTMD.shape[:2], -1)))
+        return constrain(self.hidden_norm(self.fc(taps_BTMD.reshape(*taps_BTMD.shape[:2], -1))), "rows")
 
     def _rotation(self, positions: jax.Array) -> Rotation:
         return rotation(self.config.rope, self.config.head_dim, positions)
@@ -90,7 +91,7 @@ class Drafter(nnx.Module):
         W = embedded_BAWD.shape[2]
         block_rotation = self._rotation(anchors_BA[..., None] + jnp.arange(W))
         context_rotation = self._rotation(jnp.arange(context_BTD.shape[1])[None])
-        x_BAWD = embedded_BAWD
+        x_BAWD = constrain(embedded_BAWD, "rows")
         for index, layer in enumerate(self.layers):
             # Context features bypass the layer's input norm: only hidden_norm has touched them.
             k_context_BTKH, v_context_BTKH = layer.attention.keys_values(context_BTD, context_rotation)
@@ -104,7 +105,7 @@ class Drafter(nnx.Module):
                     backend=backend,
                 )
 
-            x_BAWD = layer(x_BAWD, block_rotation, attend)
+            x_BAWD = constrain(layer(x_BAWD, block_rotation, attend), "rows")
         return self.norm(x_BAWD)
 
     # Decoding: one block a row, context in a cache.

@@ -12,6 +12,7 @@ from dflash_jax.models.family import TargetConfig
 from dflash_jax.models.layers import INIT_STD, MLP, AttentionProjections, RMSNorm
 from dflash_jax.models.project import project
 from dflash_jax.models.rotary import Rotation, rotation
+from dflash_jax.sharding import constrain
 
 
 class DecoderLayer(nnx.Module):
@@ -89,7 +90,7 @@ class Target(nnx.Module):
         Returns:
             hidden_BTD after the final norm, taps_BTMD (M = len(taps)), and the cache with these positions written.
         """
-        x_BTD = self.embed(tokens_BT)
+        x_BTD = constrain(self.embed(tokens_BT), "rows")
         rotated = rotation(self.config.rope, self.config.head_dim, positions_BT)
         keys_at = positions_BT[:, None, :] if cache is None else jnp.arange(cache.length)[None, None, :]
         mask_BTS = keys_at <= positions_BT[:, :, None]
@@ -97,6 +98,7 @@ class Target(nnx.Module):
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else (cache.keys[index], cache.values[index])
             x_BTD, (k_BKSH, v_BKSH) = layer(x_BTD, rotated, mask_BTS, layer_cache, positions_BT[:, 0])
+            x_BTD = constrain(x_BTD, "rows")
             keys.append(k_BKSH)
             values.append(v_BKSH)
             if index in taps:

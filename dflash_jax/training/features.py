@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.data.pipeline import collate
 from dflash_jax.data.rows import TrainingRow
+from dflash_jax.sharding import to_devices
 from dflash_jax.training.step import context_taps, hidden_and_taps
 
 GROUP_ROWS = 4  # rows that the target runs together
@@ -69,7 +69,7 @@ class RememberedFeatures:
         """Features of the batch; rows_B are the rows' numbers in the data set."""
         T = tokens_BT.shape[1]
         rows = [jax.tree.map(lambda leaf: _padded(leaf, T), self._row(row)) for row in rows_B.tolist()]
-        return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *rows)
+        return to_devices(jax.tree.map(lambda *leaves: np.stack(leaves), *rows))
 
     def _row(self, row: int) -> Features:
         if row not in self._known:
@@ -95,9 +95,10 @@ def _padded(leaf: np.ndarray, length: int) -> np.ndarray:
 
 
 def _run(target, tokens_BT: np.ndarray, layers: tuple[int, ...], with_hidden: bool) -> Features:
+    on_devices = to_devices(tokens_BT)
     if not with_hidden:
-        return Features(context_taps(target, jnp.asarray(tokens_BT), layers=layers), None)
-    hidden_BTD, taps_BTMD = hidden_and_taps(target, jnp.asarray(tokens_BT), layers=layers)
+        return Features(context_taps(target, on_devices, layers=layers), None)
+    hidden_BTD, taps_BTMD = hidden_and_taps(target, on_devices, layers=layers)
     return Features(taps_BTMD, hidden_BTD)
 
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import optax
+from jax.sharding import Mesh
 
 from dflash_jax.checkpoints.huggingface import LoadedTarget, load_drafter, special_token_ids
-from dflash_jax.config import ConfigError, ExperimentConfig, ModelConfig
+from dflash_jax.config import ConfigError, ExperimentConfig, ModelConfig, OptimizerConfig
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import (
     DrafterConfig,
+    TargetConfig,
     check_mask_token_id,
     check_target_layer_ids,
     default_target_layer_ids,
 )
+from dflash_jax.sharding import make_mesh
 from dflash_jax.training.initialise import drafter_from_target, random_drafter
 from dflash_jax.training.losses import default_gamma
 from dflash_jax.training.regression_start import check_regression_fits
-from dflash_jax.training.step import StepSettings
+from dflash_jax.training.step import StepSettings, make_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +95,44 @@ def _warm_start(model: ModelConfig, source: str, target: LoadedTarget) -> tuple[
     config = dataclasses.replace(loaded.config, block_size=model.block_size)
     loaded.model.config = config  # the widest block that it drafts is read from there
     return config, loaded.model
+
+
+def mesh_for(experiment: ExperimentConfig, target: TargetConfig, devices: Sequence[jax.Device]) -> Mesh:
+    """The mesh of an experiment over these devices.
+
+    Raises:
+        ConfigError: the sizes don't fit the devices, the rows of a micro-batch, or the heads.
+    """
+    part, training = experiment.mesh, experiment.training
+    try:
+        mesh = make_mesh(part.data, part.fsdp, part.tensor, devices=devices)
+    except ValueError as error:
+        raise ConfigError(f"mesh: {error}") from error
+    rows, over = training.rows_per_step // training.accumulation, mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % over:
+        raise ConfigError(
+            f"training.rows_per_step={training.rows_per_step} in training.accumulation={training.accumulation} parts "
+            f"gives {rows} rows, which mesh.data={mesh.shape['data']} times mesh.fsdp={mesh.shape['fsdp']} devices "
+            f"can't share; make it a multiple of {over}, or choose other mesh sizes"
+        )
+    if target.num_kv_heads % mesh.shape["tensor"]:
+        raise ConfigError(
+            f"mesh.tensor={mesh.shape['tensor']} must divide the target's {target.num_kv_heads} key/value heads"
+        )
+    return mesh
+
+
+def optimizer_of(part: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """The optimizer of an experiment of so many steps."""
+    return make_optimizer(
+        part.learning_rate,
+        steps,
+        warmup_ratio=part.warmup_ratio,
+        weight_decay=part.weight_decay,
+        b1=part.b1,
+        b2=part.b2,
+        clip_norm=part.clip_norm,
+    )
 
 
 def step_settings(experiment: ExperimentConfig, config: DrafterConfig) -> StepSettings:

@@ -11,6 +11,7 @@ import optax
 
 from dflash_jax.kernels.block_attention import Backend
 from dflash_jax.models.drafter import Drafter
+from dflash_jax.sharding import constrain, constrain_parameters, over_rows
 from dflash_jax.training.anchors import Blocks, cut_at_random, draw_anchors, make_blocks, spread_anchors, step_keys
 from dflash_jax.training.losses import SlotScores, block_loss, decay_weights
 from dflash_jax.training.metrics import BlockSums, block_sums, zero_sums
@@ -93,23 +94,53 @@ def blocks_loss(
 ) -> tuple[jax.Array, tuple[jax.Array, SlotScores]]:
     """Σ weight · loss of the given blocks (not normalised); also the weights [B, A, W] and slot scores."""
     dtype = jnp.dtype(settings.compute_dtype)
-    drafter = jax.tree.map(lambda leaf: leaf.astype(dtype), drafter)
+    # Divided masters are gathered in the dtype of the computation, not in their own.
+    drafter = constrain_parameters(jax.tree.map(lambda leaf: leaf.astype(dtype), drafter))
     context_BTD = drafter.fuse(batch.taps.astype(dtype))
-    embedded_BAWD = jnp.take(tables.embedding, blocks.tokens, axis=0).astype(dtype)
+    embedded_BAWD = constrain(jnp.take(tables.embedding, blocks.tokens, axis=0).astype(dtype), "rows")
     starts_BA = jnp.zeros_like(blocks.anchors)
     hidden_BAWD = drafter.packed(embedded_BAWD, context_BTD, starts_BA, blocks.anchors, backend=settings.backend)
     weights_BAW = weights_W * blocks.supervised
-    hidden_RD, weights_R = hidden_BAWD.reshape(-1, hidden_BAWD.shape[-1]), weights_BAW.reshape(-1)
     if settings.teacher:
-        if batch.hidden is None or tables.shortlist is None:
-            raise ValueError("the teacher loss needs the target's final hidden states and a shortlist")
-        teacher_RD = teacher_hidden(batch.hidden, blocks).reshape(hidden_RD.shape)
-        loss, scores = teacher_loss(hidden_RD, teacher_RD, tables.shortlist, weights_R, chunk=settings.loss_chunk)
+        loss, scores = _teacher_sums(hidden_BAWD, weights_BAW, tables, batch, blocks, settings.loss_chunk)
     else:
-        loss, scores = block_loss(
-            hidden_RD, tables.head, blocks.labels.reshape(-1), weights_R, chunk=settings.loss_chunk
-        )
+        loss, scores = _label_sums(hidden_BAWD, weights_BAW, tables, blocks, settings.loss_chunk)
     return loss, (weights_BAW, scores)
+
+
+def _label_sums(hidden_BAWD, weights_BAW, tables: VocabularyTables, blocks: Blocks, chunk: int):
+    def score(hidden_BAWD, labels_BAW, weights_BAW, head_VD):
+        return block_loss(_slots(hidden_BAWD), head_VD, labels_BAW.reshape(-1), weights_BAW.reshape(-1), chunk=chunk)
+
+    head_VD = jax.lax.stop_gradient(tables.head)
+    return over_rows(score, hidden_BAWD, blocks.labels, weights_BAW, whole=[head_VD])
+
+
+def _teacher_sums(hidden_BAWD, weights_BAW, tables: VocabularyTables, batch: Batch, blocks: Blocks, chunk: int):
+    if batch.hidden is None or tables.shortlist is None:
+        raise ValueError("the teacher loss needs the target's final hidden states and a shortlist")
+
+    def score(hidden_BAWD, teacher_BAWD, weights_BAW, shortlist_SD):
+        return teacher_loss(
+            _slots(hidden_BAWD), _slots(teacher_BAWD), shortlist_SD, weights_BAW.reshape(-1), chunk=chunk
+        )
+
+    teacher_BAWD = teacher_hidden(batch.hidden, blocks)
+    return over_rows(score, hidden_BAWD, teacher_BAWD, weights_BAW, whole=[jax.lax.stop_gradient(tables.shortlist)])
+
+
+def _slots(x_BAWD: jax.Array) -> jax.Array:
+    return x_BAWD.reshape(-1, x_BAWD.shape[-1])
+
+
+@functools.partial(jax.jit, static_argnames=("parts",))
+def micro_batches(batch: Batch, parts: int) -> Batch:
+    """The rows dealt out to so many micro-batches. Neighbours go to different ones, so each device keeps its own."""
+
+    def deal(x):
+        return constrain(x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), None, "rows")
+
+    return jax.tree.map(deal, batch)
 
 
 def initial_state(drafter: Drafter, optimizer: optax.GradientTransformation) -> TrainState:
@@ -145,15 +176,15 @@ def train_step(
         grad_fn = jax.value_and_grad(blocks_loss, has_aux=True)
         (loss, (weights_BAW, scores)), new = grad_fn(state.drafter, tables, micro, blocks, weights_W, settings)
         return (
-            jax.tree.map(jnp.add, gradient, new),
+            constrain_parameters(jax.tree.map(jnp.add, gradient, new)),
             jax.tree.map(jnp.add, sums, block_sums(loss, weights_BAW, scores, blocks)),
         ), None
 
-    start = (jax.tree.map(jnp.zeros_like, state.drafter), zero_sums(settings.width))
+    start = (constrain_parameters(jax.tree.map(jnp.zeros_like, state.drafter)), zero_sums(settings.width))
     (gradient, sums), _ = jax.lax.scan(micro_step, start, batch)
     gradient = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1e-9), gradient)
     counted = jax.tree.map(lambda total: jnp.where(jnp.isfinite(sums.loss), total, 0.0), sums)
-    return apply_update(state, gradient, sums.loss, optimizer), counted
+    return constrain_parameters(apply_update(state, gradient, sums.loss, optimizer)), counted
 
 
 def apply_update(state: TrainState, gradient, loss: jax.Array, optimizer: optax.GradientTransformation) -> TrainState:

@@ -22,16 +22,17 @@ from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.pipeline import Batches
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import DrafterConfig
+from dflash_jax.sharding import mesh_of, on_mesh, place_parameters, to_devices
 from dflash_jax.training.features import OnlineFeatures, RememberedFeatures
 from dflash_jax.training.metrics import BlockSums, report, zero_sums
-from dflash_jax.training.setup import narrower, step_settings
+from dflash_jax.training.setup import narrower, optimizer_of, step_settings
 from dflash_jax.training.step import (
     Batch,
     StepSettings,
     TrainState,
     VocabularyTables,
     initial_state,
-    make_optimizer,
+    micro_batches,
     train_step,
 )
 
@@ -97,25 +98,25 @@ class Trainer:
         logger.info("loss decay gamma %s, compute dtype %s", self.settings.gamma, self.settings.compute_dtype)
         self.narrow_settings = narrower(self.settings, experiment.training.narrow_width)
         self.tables, self.features = tables, features
-        part = experiment.optimizer
-        self.optimizer = make_optimizer(
-            part.learning_rate,
-            self.steps,
-            warmup_ratio=part.warmup_ratio,
-            weight_decay=part.weight_decay,
-            b1=part.b1,
-            b2=part.b2,
-            clip_norm=part.clip_norm,
-        )
-        state = initial_state(drafter, self.optimizer)
-        # Placed explicitly, as a restored state is: one compilation serves both.
-        self.state: TrainState = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), state)
+        self.optimizer = optimizer_of(experiment.optimizer, self.steps)
+        self.mesh = mesh_of(target.model)
+        self.state: TrainState = self._placed(initial_state(drafter, self.optimizer))
         self.best: float | None = None
         self.trained_seconds = 0.0
         self.checkpoints = TrainingCheckpoints(self.directory / CHECKPOINTS, keep=experiment.checkpoint.keep)
 
     def run(self) -> Outcome:
         """Trains from the newest checkpoint, or from the start, to the configured step; returns what was kept."""
+        with on_mesh(self.mesh):
+            return self._run()
+
+    def _placed(self, state: TrainState) -> TrainState:
+        """The state where a restored one would be: one compilation serves both."""
+        if self.mesh is not None:
+            return place_parameters(self.mesh, state)
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), state)
+
+    def _run(self) -> Outcome:
         self._resume()
         every = self.experiment.logging.every_steps
         bar = tqdm(total=self.steps, initial=self.step, unit="step", dynamic_ncols=True)
@@ -162,17 +163,13 @@ class Trainer:
     def _next_batch(self) -> tuple[Batch, int]:
         """The next `accumulation` micro-batches, stacked, with features; and how many tokens they hold.
 
-        The loader's batch is the whole step; micro-batches are equal slices of its rows.
+        The loader's batch is the whole step, dealt out to micro-batches.
         """
         batch, parts = next(self.batches), self.experiment.training.accumulation
         features = self.features(batch["tokens_BT"], batch["row_index_B"])
 
-        def split(array) -> jax.Array:
-            return jnp.asarray(array).reshape(parts, -1, *array.shape[1:])
-
-        arrays = batch["tokens_BT"], batch["loss_mask_BT"], batch["row_index_B"], features.taps, features.hidden
-        stacked = Batch(*jax.tree.map(split, arrays))
-        return stacked, int(batch["length_B"].sum())
+        arrays = to_devices((batch["tokens_BT"], batch["loss_mask_BT"], batch["row_index_B"]))
+        return micro_batches(Batch(*arrays, *features), parts), int(batch["length_B"].sum())
 
     def _log(self, bar: tqdm, sums: BlockSums, tokens_per_second: float) -> None:
         metrics = report(sums) | {"tokens_per_second": tokens_per_second, "skipped_steps": int(self.state.skipped)}
@@ -248,7 +245,7 @@ class Trainer:
 
 
 # A resumed run may change these; everything else decides what the run is.
-_FREE_PARTS = ("logging", "evaluation", "checkpoint")
+_FREE_PARTS = ("logging", "evaluation", "checkpoint", "mesh")
 _FREE_FIELDS = ("training.time_limit_minutes",)
 
 

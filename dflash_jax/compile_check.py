@@ -1,0 +1,288 @@
+"""Compiles an experiment for hardware that is not here: does it fit, and what will a step cost.
+
+    python -m dflash_jax.compile_check --config configs/qwen3_8b.py --hardware v5p:2x2x2
+    python -m dflash_jax.compile_check --config configs/qwen3_8b.py --hardware v6e:2x4,h200x8 --target_layers 4
+
+The real programs of training and decoding (feature pass, training step, a decoding round) are compiled by the
+compilers of TPUs and GPUs, which need neither. Memory is what they plan on each device; FLOPs and collectives are
+counted in their optimised programs. Times are the largest of three quotients (FLOPs, bytes, collectives by the chip's
+published rates) and no measurements. Exit status 1: something does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from dflash_jax.checkpoints.huggingface import LoadedTarget, read_target_config
+from dflash_jax.cli import exit_with, experiment_from_flags
+from dflash_jax.compiled_work import Work, work_of
+from dflash_jax.config import ConfigError, ExperimentConfig
+from dflash_jax.decoding.flat import flatten
+from dflash_jax.decoding.loop import LoopSettings, LoopState, prefill, run_rounds
+from dflash_jax.decoding.request import cache_bucket
+from dflash_jax.decoding.sampling import Sampling
+from dflash_jax.hardware import Chip, Hardware, hardware
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.family import DrafterConfig, TargetConfig, parse_target_config
+from dflash_jax.models.target import Target
+from dflash_jax.sharding import parameter_spec, spec_of
+from dflash_jax.training.setup import drafter_config, mesh_for, optimizer_of, step_settings
+from dflash_jax.training.step import Batch, VocabularyTables, context_taps, initial_state, train_step
+
+SHAPES = Path("configs/targets")  # config.json of targets by hub id, for machines that can't reach the hub
+ROOM = 0.95  # of a device's memory: the rest is the runtime's
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One compiled program. seconds: of compiling. memory, in bytes on each device: temporary, and of results that
+    don't take an argument's place."""
+
+    name: str
+    seconds: float
+    temporary: float
+    results: float
+    bytes_moved: float
+    work: Work
+
+    def times(self, chip: Chip) -> dict[str, float]:
+        """Seconds that FLOPs, memory and links each need at least."""
+        return {
+            "compute": self.work.flops / chip.flops,
+            "memory": self.bytes_moved / chip.memory_rate,
+            "links": sum(self.work.bytes.values()) / chip.link_rate,
+        }
+
+
+class Models:
+    """Target and drafter of an experiment as shapes, divided over a mesh."""
+
+    def __init__(self, experiment: ExperimentConfig, target_config: TargetConfig, mesh: Mesh):
+        self.experiment, self.mesh = experiment, mesh
+        self.target_config = target_config
+        target_dtype = experiment.model.target_dtype
+        self.target = self.placed(nnx.eval_shape(lambda: Target(target_config, rngs=nnx.Rngs(0))), target_dtype)
+        loaded = LoadedTarget(self.target, target_config, None, (), experiment.model.target, "")
+        self.drafter_config: DrafterConfig = drafter_config(experiment.model, loaded)
+        self.drafter = self.placed(nnx.eval_shape(lambda: Drafter(self.drafter_config, rngs=nnx.Rngs(0))), "float32")
+
+    def placed(self, tree: Any, dtype: str | None = None) -> Any:
+        """Shapes of parameters, with the dtype and where they live."""
+
+        def place(path, leaf):
+            spec = parameter_spec(self.mesh, jax.tree_util.keystr(path, simple=True, separator="."), leaf.shape)
+            kind = leaf.dtype if dtype is None else jnp.dtype(dtype)
+            return jax.ShapeDtypeStruct(leaf.shape, kind, sharding=NamedSharding(self.mesh, spec))
+
+        return jax.tree_util.tree_map_with_path(place, tree)
+
+    def array(self, shape: tuple[int, ...], dtype, *meaning: str | None) -> jax.ShapeDtypeStruct:
+        """The shape of an activation whose first axes mean this."""
+        padded = (*meaning, *(None,) * (len(shape) - len(meaning)))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec_of(self.mesh, padded, shape)))
+
+
+def feature_pass(models: Models) -> jax.stages.Lowered:
+    """The target's pass over the rows of a step."""
+    training, length = models.experiment.training, models.experiment.data.length_buckets[-1]
+    tokens_BT = models.array((training.rows_per_step, length), jnp.int32, "rows")
+    return context_taps.lower(models.target, tokens_BT, layers=models.drafter_config.target_layer_ids)
+
+
+def training_step(models: Models) -> jax.stages.Lowered:
+    """One update, with all its micro-batches."""
+    experiment = models.experiment
+    parts, T = experiment.training.accumulation, experiment.data.length_buckets[-1]
+    B, D = experiment.training.rows_per_step // parts, models.target_config.hidden_size
+    M = len(models.drafter_config.target_layer_ids)
+
+    def rows(dtype, *sizes: int):
+        return models.array((parts, B, *sizes), dtype, None, "rows")
+
+    batch = Batch(
+        rows(jnp.int32, T), rows(bool, T), rows(jnp.int32), rows(jnp.dtype(experiment.model.target_dtype), T, M, D)
+    )
+    optimizer = optimizer_of(experiment.optimizer, experiment.training.steps or 1000)
+    state = models.placed(jax.eval_shape(lambda drafter: initial_state(drafter, optimizer), models.drafter))
+    head = models.target.embedding if models.target.head is None else models.target.head
+    tables = VocabularyTables(models.target.embedding.get_value(), head.get_value())
+    settings = step_settings(experiment, models.drafter_config)._replace(compute_dtype="bfloat16")
+    return train_step.lower(state, tables, batch, settings=settings, optimizer=optimizer)
+
+
+def decoding_round(models: Models, *, batch: int, context: int) -> jax.stages.Lowered:
+    """Rounds of the decoding loop at the trained width, both models in the target's dtype."""
+    width, dtype = models.drafter_config.block_size, models.experiment.model.target_dtype
+    drafter = models.placed(models.drafter, dtype)
+    length = cache_bucket(context + width)
+    integers = models.array((batch,), jnp.int32)
+    floats = models.array((batch,), jnp.float32)
+    sampling = Sampling(
+        keys=jax.eval_shape(lambda: jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32))),
+        temperature=floats,
+        top_k=integers,
+        top_p=floats,
+    )
+    settings = LoopSettings(width=width, stop_tokens=(0,))
+    prompts = models.array((batch, 32), jnp.int32)
+    start = jax.eval_shape(
+        lambda *arrays: prefill(*arrays, settings=settings._replace(width=1), cache_length=length)[0],
+        *(models.target, drafter, prompts, integers, integers, sampling),
+    )
+
+    def place(path, leaf):
+        cached = "cache" in jax.tree_util.keystr(path)
+        return models.array(leaf.shape, leaf.dtype, *(("rows", "heads") if cached else ()))
+
+    state: LoopState = jax.tree_util.tree_map_with_path(place, start)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    return run_rounds.lower(flatten(models.target, drafter), state, number, number, settings=settings)
+
+
+def compiled(name: str, lower: Callable[[], jax.stages.Lowered], target: Hardware) -> Program:
+    """Compiles one program and reads what the compiler says of it."""
+    begun = time.monotonic()
+    program = lower().compile(compiler_options=target.options)
+    seconds = time.monotonic() - begun
+    memory, costs = program.memory_analysis(), program.cost_analysis()
+    return Program(
+        name=name,
+        seconds=seconds,
+        temporary=memory.temp_size_in_bytes,
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        bytes_moved=costs.get("bytes accessed", 0.0),
+        work=work_of(program.as_text()),
+    )
+
+
+def resident(models: Models) -> dict[str, float]:
+    """Bytes on each device that stay for the whole run, by kind."""
+    optimizer = optimizer_of(models.experiment.optimizer, 1000)
+    state = models.placed(jax.eval_shape(lambda drafter: initial_state(drafter, optimizer), models.drafter))
+    training, T = models.experiment.training, models.experiment.data.length_buckets[-1]
+    features = models.array(
+        (training.rows_per_step, T, len(models.drafter_config.target_layer_ids), models.target_config.hidden_size),
+        jnp.dtype(models.experiment.model.target_dtype),
+        "rows",
+    )
+    kinds = {"target": models.target, "drafter": state.drafter, "moments": state.optimizer, "features": features}
+    return {kind: sum(map(_device_bytes, jax.tree.leaves(tree))) for kind, tree in kinds.items()}
+
+
+def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    size = leaf.dtype.itemsize
+    for axis in shape:
+        size *= axis
+    return size
+
+
+_COLUMNS = ("program", "temporary GB", "results GB", "peak GB", "fits", "TFLOP", "GB moved", "GB over links")
+_COLUMNS += ("least ms", "bound by", "compiled in")
+
+
+def report(models: Models, programs: list[Program], target: Hardware) -> tuple[str, bool]:
+    """The tables, and whether everything fits."""
+    chip, kept = target.chip, resident(models)
+    sizes = ", ".join(f"{name} {size}" for name, size in models.mesh.shape.items())
+    room, total = ROOM * chip.memory, sum(kept.values())
+    lines = [
+        f"{target.name}: mesh {sizes}; {chip.memory / 1e9:.0f} GB a device",
+        f"kept on each device, GB: {', '.join(f'{kind} {_gb(size)}' for kind, size in kept.items())} = {_gb(total)}",
+        "",
+        _row(*_COLUMNS),
+        "|---" * len(_COLUMNS) + "|",
+    ]
+    fits = True
+    for program in programs:
+        peak = total + program.temporary + program.results
+        fits &= peak <= room
+        times, work = program.times(chip), program.work
+        bound = max(times, key=lambda name: times[name])
+        memory = (_gb(program.temporary), _gb(program.results), _gb(peak), "yes" if peak <= room else "NO")
+        cost = (work.flops / 1e12, program.bytes_moved / 1e9, sum(work.bytes.values()) / 1e9, 1e3 * times[bound])
+        cells = (program.name, *memory, *(f"{value:.3g}" for value in cost), bound, f"{program.seconds:.0f} s")
+        lines.append(_row(*cells))
+    for program in programs:
+        kinds = [f"{kind} ×{count} {_gb(program.work.bytes[kind])} GB" for kind, count in program.work.count.items()]
+        lines.append(f"{program.name}: collectives {', '.join(kinds) or 'none'}")
+    if not fits:
+        lines.append(
+            "Does not fit: raise mesh.fsdp (parameters, moments), training.accumulation or mesh.data (activations), or "
+            "lower training.rows_per_step (features), training.loss_chunk."
+        )
+    return "\n".join(lines), fits
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f}"
+
+
+def known_target(source: str, file: str | None) -> TargetConfig:
+    """The target's description: from a file, a folder or the hub, or from the shapes that come with the configs."""
+    bundled = SHAPES / f"{source.replace('/', '--')}.json"
+    chosen = Path(file) if file else bundled if bundled.is_file() and not Path(source).is_dir() else None
+    if chosen is None:
+        return read_target_config(source)
+    try:
+        return parse_target_config(json.loads(chosen.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"--target_config={file}: {error.strerror}") from error
+
+
+def check(experiment: ExperimentConfig, config: TargetConfig, target: Hardware, options) -> bool:
+    """Compiles the programs that were asked for, prints the report, and says whether all fit."""
+    mesh = mesh_for(experiment, config, target.devices)
+    models = Models(experiment, config, mesh)
+    known = {
+        "features": lambda: feature_pass(models),
+        "step": lambda: training_step(models),
+        "decode": lambda: decoding_round(models, batch=options.decode_batch, context=options.decode_context),
+    }
+    with jax.set_mesh(mesh):
+        programs = [compiled(name, known[name], target) for name in options.programs.split(",")]
+    text, fits = report(models, programs, target)
+    print(text, flush=True)
+    return fits
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dflash_jax.compile_check", allow_abbrev=False)
+    parser.add_argument("--hardware", required=True, help="names with commas, such as v5p:2x2x2,h200x8")
+    parser.add_argument("--target_config", help="a config.json, in place of that of model.target")
+    parser.add_argument("--target_layers", type=int, help="compile only so many of the target's layers")
+    parser.add_argument("--programs", default="features,step,decode", help="of features, step, decode")
+    parser.add_argument("--decode_batch", type=int, default=1, help="rows of the decoding round")
+    parser.add_argument("--decode_context", type=int, default=2048, help="tokens of its caches")
+    options, rest = parser.parse_known_args(argv[1:])
+    logging.basicConfig(format="%(message)s")
+    try:
+        experiment = experiment_from_flags([argv[0], *rest])
+        config = known_target(experiment.model.target, options.target_config)
+        if options.target_layers:
+            config = dataclasses.replace(config, num_layers=options.target_layers)
+        fits = [check(experiment, config, hardware(name), options) for name in options.hardware.split(",")]
+    except ValueError as error:
+        exit_with(error)
+    sys.exit(0 if all(fits) else 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

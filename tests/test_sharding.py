@@ -1,0 +1,114 @@
+"""Eight devices give what one gives: loss, gradients, updates, tokens, for every way to divide them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Devices are made when jax starts, so this file is run again as a program that has eight.
+DEVICES = 8
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 2, 4)]
+
+
+@pytest.mark.parametrize("check", ["training", "decoding"])
+def test_eight_devices_give_what_one_gives(check):
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }
+    program = subprocess.run([sys.executable, __file__, check], env=environment, capture_output=True, text=True)
+    assert program.returncode == 0, program.stderr
+    assert program.stdout.splitlines() == [f"{mesh} equals one device" for mesh in MESHES]
+
+
+def models():
+    """A target and a drafter whose heads and sizes eight devices can share."""
+    from small_models import random_drafter, random_target
+
+    sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 4, "vocab_size": 64}
+    target = random_target(factor=4.0, **sizes)
+    drafter = random_drafter(target.config, factor=4.0, num_heads=8, num_kv_heads=8, head_dim=4)
+    return target, drafter
+
+
+def check_training() -> None:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    from dflash_jax.sharding import make_mesh, place_parameters, to_devices
+    from dflash_jax.training.step import (
+        Batch,
+        StepSettings,
+        VocabularyTables,
+        context_taps,
+        initial_state,
+        micro_batches,
+        train_step,
+    )
+
+    target, drafter = models()
+    settings = StepSettings(
+        anchors=5, width=4, mask_id=63, gamma=4.0, loss_chunk=16, compute_dtype="float32", seed=0, backend="xla"
+    )
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    rng = np.random.default_rng(0)
+    tokens_BT = rng.integers(0, 64, (16, 20)).astype(np.int32)
+    # From no supervised token at all to every one: devices get very different shares of the loss.
+    loss_mask_BT = np.arange(20) >= rng.integers(0, 21, (16, 1))
+
+    def step(mesh, parts: int, order):
+        with jax.set_mesh(mesh):
+            model, start = place_parameters(mesh, (target.model, drafter.model))
+            state = place_parameters(mesh, initial_state(jax.tree.map(jnp.copy, start), optimizer))
+            tokens, mask, rows = to_devices((tokens_BT[order], loss_mask_BT[order], np.int32(order)))
+            taps = context_taps(model, tokens, layers=(0, 2))
+            batch = micro_batches(Batch(tokens, mask, rows, taps), parts)
+            tables = VocabularyTables(model.embedding[...], model.head_VD)
+            state, sums = train_step(state, tables, batch, settings=settings, optimizer=optimizer)
+        return jax.device_get((sums, state))
+
+    one = make_mesh(devices=jax.devices()[:1])
+    wanted = step(one, 1, np.arange(16))
+    assert float(wanted[0].loss) > 0
+    for sizes in MESHES:
+        mesh = make_mesh(*sizes)
+        for parts, order in [(1, np.arange(16)), (2, rng.permutation(16)), (4, rng.permutation(16))]:
+            ours = step(mesh, parts, order)
+            for mine, theirs in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(wanted[0]), strict=True):
+                np.testing.assert_allclose(mine, theirs, rtol=2e-6)
+            for mine, theirs in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(wanted[1]), strict=True):
+                # updates of a tenth of gradients of order 1, summed in another order
+                np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+        print(f"{sizes} equals one device")
+
+
+def check_decoding() -> None:
+    import dataclasses
+
+    from small_models import random_prompts
+
+    from dflash_jax import generate
+    from dflash_jax.sharding import make_mesh, place_parameters
+
+    target, drafter = models()
+    prompts = random_prompts([3, 9, 14, 5, 7], vocab_size=64)
+    settings = {"max_new_tokens": 20, "temperature": [0.0, 0.9, 0.0, 1.1, 0.0], "batch_size": 4}
+    wanted = generate(target, prompts, drafter=drafter, **settings)
+    assert max(row.acceptance_length for row in wanted) > 1.0
+    for sizes in MESHES:
+        placed = place_parameters(make_mesh(*sizes), (target.model, drafter.model))
+        ours_target, ours_drafter = (
+            dataclasses.replace(loaded, model=model) for loaded, model in zip((target, drafter), placed, strict=True)
+        )
+        assert generate(ours_target, prompts, drafter=ours_drafter, **settings) == wanted
+        print(f"{sizes} equals one device")
+
+
+if __name__ == "__main__":
+    {"training": check_training, "decoding": check_decoding}[sys.argv[1]]()
