@@ -4,7 +4,8 @@
     python train.py --config configs/smollm2_quickstart.py --config.optimizer.learning_rate=1e-3
 
 The run's directory (config.checkpoint.directory) holds checkpoints/, metrics.jsonl and drafter/, the exported drafter
-with the highest acceptance length so far. The same command again resumes a run that was cut short.
+with the highest acceptance length so far. The same command again resumes a run that was cut short; SIGTERM makes it
+save a checkpoint first. On several hosts start it once on each: docs/clusters.md.
 """
 
 import logging
@@ -22,10 +23,16 @@ def main(argv: list[str]) -> None:
     try:
         experiment = experiment_from_flags(argv)
         from dflash_jax.evaluation.training_run import train
+        from dflash_jax.processes import is_first, join
 
+        join()
+        if not is_first():
+            logging.getLogger("dflash_jax").setLevel(logging.WARNING)
         outcome = train(experiment)
     except ValueError as error:  # wrong settings, files or data; anything else is a bug and keeps its traceback
         exit_with(error)
+    if not outcome.finished or not is_first():
+        return
     reached = "" if outcome.acceptance_length is None else f", acceptance length {outcome.acceptance_length:.2f}"
     print(f"drafter: {outcome.drafter_dir} ({outcome.steps} steps, {outcome.skipped} skipped{reached})")
 

@@ -55,14 +55,13 @@ class Program:
     seconds: float
     temporary: float
     results: float
-    bytes_moved: float
     work: Work
 
     def times(self, chip: Chip) -> dict[str, float]:
         """Seconds that FLOPs, memory and links each need at least."""
         return {
             "compute": self.work.flops / chip.flops,
-            "memory": self.bytes_moved / chip.memory_rate,
+            "memory": self.work.bytes_moved / chip.memory_rate,
             "links": sum(self.work.bytes.values()) / chip.link_rate,
         }
 
@@ -152,19 +151,20 @@ def decoding_round(models: Models, *, batch: int, context: int) -> jax.stages.Lo
     return run_rounds.lower(flatten(models.target, drafter), state, number, number, settings=settings)
 
 
-def compiled(name: str, lower: Callable[[], jax.stages.Lowered], target: Hardware) -> Program:
-    """Compiles one program and reads what the compiler says of it."""
+def compiled(name: str, lower: Callable[[], jax.stages.Lowered], target: Hardware, dump: str | None = None) -> Program:
+    """Compiles one program and reads what the compiler says of it. dump: a folder for its text."""
     begun = time.monotonic()
     program = lower().compile(compiler_options=target.options)
     seconds = time.monotonic() - begun
-    memory, costs = program.memory_analysis(), program.cost_analysis()
+    memory, text = program.memory_analysis(), program.as_text()
+    if dump:
+        (Path(dump) / f"{name}.{target.name.replace(':', '-')}.hlo").write_text(text, encoding="utf-8")
     return Program(
         name=name,
         seconds=seconds,
         temporary=memory.temp_size_in_bytes,
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        bytes_moved=costs.get("bytes accessed", 0.0),
-        work=work_of(program.as_text()),
+        work=work_of(text),
     )
 
 
@@ -213,7 +213,7 @@ def report(models: Models, programs: list[Program], target: Hardware) -> tuple[s
         times, work = program.times(chip), program.work
         bound = max(times, key=lambda name: times[name])
         memory = (_gb(program.temporary), _gb(program.results), _gb(peak), "yes" if peak <= room else "NO")
-        cost = (work.flops / 1e12, program.bytes_moved / 1e9, sum(work.bytes.values()) / 1e9, 1e3 * times[bound])
+        cost = (work.flops / 1e12, work.bytes_moved / 1e9, sum(work.bytes.values()) / 1e9, 1e3 * times[bound])
         cells = (program.name, *memory, *(f"{value:.3g}" for value in cost), bound, f"{program.seconds:.0f} s")
         lines.append(_row(*cells))
     for program in programs:
@@ -257,7 +257,7 @@ def check(experiment: ExperimentConfig, config: TargetConfig, target: Hardware, 
         "decode": lambda: decoding_round(models, batch=options.decode_batch, context=options.decode_context),
     }
     with jax.set_mesh(mesh):
-        programs = [compiled(name, known[name], target) for name in options.programs.split(",")]
+        programs = [compiled(name, known[name], target, options.dump) for name in options.programs.split(",")]
     text, fits = report(models, programs, target)
     print(text, flush=True)
     return fits
@@ -271,6 +271,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--programs", default="features,step,decode", help="of features, step, decode")
     parser.add_argument("--decode_batch", type=int, default=1, help="rows of the decoding round")
     parser.add_argument("--decode_context", type=int, default=2048, help="tokens of its caches")
+    parser.add_argument("--dump", help="a folder to write the optimised programs to")
     options, rest = parser.parse_known_args(argv[1:])
     logging.basicConfig(format="%(message)s")
     try:

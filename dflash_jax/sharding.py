@@ -102,8 +102,23 @@ def parameter_shardings(mesh: Mesh, tree: Any) -> Any:
 
 
 def place_parameters(mesh: Mesh, tree: Any) -> Any:
-    """The tree with its arrays divided over the mesh."""
-    return jax.tree.map(jax.device_put, tree, parameter_shardings(mesh, tree))
+    """The tree with its arrays, of which every process has the whole, divided over the mesh."""
+
+    def place(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+        if sharding.is_fully_addressable:
+            return jax.device_put(leaf, sharding)
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(place, tree, parameter_shardings(mesh, tree))
+
+
+def whole(x: jax.Array) -> np.ndarray:
+    """The array on this host, gathered from other hosts where need be: all of them have to ask."""
+    if not x.is_fully_addressable and not x.is_fully_replicated:
+        everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
+        x = jax.jit(lambda x: x, out_shardings=everywhere)(x)
+    return np.asarray(x)
 
 
 def to_devices(tree: Any) -> Any:

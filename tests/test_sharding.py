@@ -9,7 +9,7 @@ import pytest
 
 # Devices are made when jax starts, so this file is run again as a program that has eight.
 DEVICES = 8
-MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 2, 4)]
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
 
 
 @pytest.mark.parametrize("check", ["training", "decoding"])
@@ -31,7 +31,7 @@ def models():
 
     sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 4, "vocab_size": 64}
     target = random_target(factor=4.0, **sizes)
-    drafter = random_drafter(target.config, factor=4.0, num_heads=8, num_kv_heads=8, head_dim=4)
+    drafter = random_drafter(target.config, factor=4.0, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=4)
     return target, drafter
 
 
@@ -76,15 +76,14 @@ def check_training() -> None:
     one = make_mesh(devices=jax.devices()[:1])
     wanted = step(one, 1, np.arange(16))
     assert float(wanted[0].loss) > 0
-    for sizes in MESHES:
+    for sizes, parts in zip(MESHES, (1, 2, 4, 2), strict=True):
         mesh = make_mesh(*sizes)
-        for parts, order in [(1, np.arange(16)), (2, rng.permutation(16)), (4, rng.permutation(16))]:
-            ours = step(mesh, parts, order)
-            for mine, theirs in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(wanted[0]), strict=True):
-                np.testing.assert_allclose(mine, theirs, rtol=2e-6)
-            for mine, theirs in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(wanted[1]), strict=True):
-                # updates of a tenth of gradients of order 1, summed in another order
-                np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+        ours = step(mesh, parts, rng.permutation(16))
+        for mine, theirs in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(wanted[0]), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=2e-6)
+        for mine, theirs in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(wanted[1]), strict=True):
+            # updates of a tenth of gradients of order 1, summed in another order
+            np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
         print(f"{sizes} equals one device")
 
 
@@ -97,10 +96,10 @@ def check_decoding() -> None:
     from dflash_jax.sharding import make_mesh, place_parameters
 
     target, drafter = models()
-    prompts = random_prompts([3, 9, 14, 5, 7], vocab_size=64)
-    settings = {"max_new_tokens": 20, "temperature": [0.0, 0.9, 0.0, 1.1, 0.0], "batch_size": 4}
+    prompts = random_prompts([3, 9, 14, 5, 7, 4], vocab_size=64)
+    settings = {"max_new_tokens": 80, "temperature": [0.0, 0.9, 0.0, 1.1, 0.0, 0.0], "batch_size": 4}
     wanted = generate(target, prompts, drafter=drafter, **settings)
-    assert max(row.acceptance_length for row in wanted) > 1.0
+    assert any(max(row.acceptance_lengths) > 1 for row in wanted)  # something was accepted, or nothing is shown
     for sizes in MESHES:
         placed = place_parameters(make_mesh(*sizes), (target.model, drafter.model))
         ours_target, ours_drafter = (

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -153,7 +154,8 @@ def export_drafter(
 ) -> Path:
     """Writes config.json and model.safetensors in the layout that vLLM, SGLang and the reference load.
 
-    Both are written aside, read back by an independent reader, and only then moved into place.
+    Both are written aside, read back by an independent reader, and only then moved into place. Of several processes all
+    have to call, and the first writes.
 
     Args:
         drafter: the parameters.
@@ -174,6 +176,8 @@ def export_drafter(
     if present and not overwrite:
         raise CheckpointError(f"{out_dir} already has {' and '.join(present)}; choose another folder or set overwrite")
     tensors = collect(drafter, drafter_entries(config), dtype=dtype)
+    if jax.process_index() > 0:
+        return out_dir
     stored = jnp.result_type(*(tensor.dtype for tensor in tensors.values()))
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     staging = out_dir.parent / f".{out_dir.name}-{secrets.token_hex(4)}"

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from dflash_jax.checkpoints.names import IGNORED_SUFFIXES, Entry
 from dflash_jax.checkpoints.safetensors_io import CheckpointError, TensorFolder
-from dflash_jax.sharding import parameter_spec
+from dflash_jax.sharding import parameter_spec, whole
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -73,7 +73,7 @@ def _read_divided(mesh: Mesh, entry: Entry, tensors: TensorFolder, dtype: str | 
 
 
 def collect(module: nnx.Module, entries: Iterable[Entry], *, dtype: str | None = None) -> dict[str, np.ndarray]:
-    """The tensors of a module under their names in a file.
+    """The tensors of a module under their names in a file. Of several processes, all have to call.
 
     Args:
         module: a module with concrete parameters.
@@ -82,7 +82,7 @@ def collect(module: nnx.Module, entries: Iterable[Entry], *, dtype: str | None =
     """
     tensors = {}
     for entry in entries:
-        array = np.asarray(jax.device_get(parameter(module, entry.path)[...]))
+        array = whole(parameter(module, entry.path)[...])
         tensors[entry.name] = array if dtype is None else array.astype(jnp.dtype(dtype))
     return tensors
 

@@ -17,6 +17,7 @@ from dflash_jax.decoding.flat import Flat
 from dflash_jax.decoding.processing import LogitsProcessor, process
 from dflash_jax.decoding.sampling import Purpose, Sampling, choose, draw, log_distribution
 from dflash_jax.models.proposal import NoDrafter, Proposal
+from dflash_jax.sharding import constrain
 
 
 class LoopSettings(NamedTuple):
@@ -114,7 +115,8 @@ def prefill(
         drafter_cache=drafter.absorb(drafter.init_cache(B, cache_length), taps_BPMD, positions_BP),
     )
     none_1 = jnp.zeros((1,), jnp.int32)
-    return state, Progress(first_B1, jnp.ones_like(lengths_B), done_B, jnp.int32(0), tried=none_1, kept=none_1)
+    progress = Progress(first_B1, jnp.ones_like(lengths_B), done_B, jnp.int32(0), tried=none_1, kept=none_1)
+    return _placed(state, progress)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -148,7 +150,7 @@ def run_rounds(
     none_W = jnp.zeros((W,), jnp.int32)
     state, count, tried_W, kept_W = jax.lax.while_loop(go_on, body, (state, jnp.int32(0), none_W, none_W))
     new_BW = jnp.take_along_axis(state.tokens, before_B[:, None] + jnp.arange(W), axis=1)
-    return state, Progress(new_BW, state.lengths - before_B, state.done, count, tried_W, kept_W)
+    return _placed(state, Progress(new_BW, state.lengths - before_B, state.done, count, tried_W, kept_W))
 
 
 def one_round(target, drafter, state: LoopState, settings: LoopSettings) -> tuple[LoopState, jax.Array, jax.Array]:
@@ -192,6 +194,15 @@ def one_round(target, drafter, state: LoopState, settings: LoopSettings) -> tupl
         drafter_cache=drafter.absorb(state.drafter_cache, taps_BWMD, positions_BW),
     )
     return state, counts_B, verified_B
+
+
+def _placed(state: LoopState, progress: Progress) -> tuple[LoopState, Progress]:
+    """On a mesh, caches are divided by rows and heads, and every device has the small arrays that the host reads."""
+
+    def place(path, leaf):
+        return constrain(leaf, *(("rows", "heads") if "cache" in jax.tree_util.keystr(path) else ()))
+
+    return jax.tree_util.tree_map_with_path(place, (state, progress))
 
 
 def _draw(sampling: Sampling, settings: LoopSettings):

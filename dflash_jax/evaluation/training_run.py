@@ -52,12 +52,22 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
     model = experiment.model
     with _naming_the_target(model.target):
         config = read_target_config(model.target)
+    if jax.process_count() > 1:
+        _check_for_many_processes(experiment)
     mesh = mesh_for(experiment, config, jax.devices())
     mesh = None if mesh.size == 1 else mesh
     with _naming_the_target(model.target):
         target = load_target(model.target, dtype=model.target_dtype, mesh=mesh)
     with on_mesh(mesh):
         return _prepare(experiment, target)
+
+
+def _check_for_many_processes(experiment: ExperimentConfig) -> None:
+    """Refuses what needs all features on one host."""
+    for field, value in (("training.feature_cache", "memory"), ("model.initialisation", "regression")):
+        part, name = field.split(".")
+        if getattr(getattr(experiment, part), name) == value:
+            raise ConfigError(f"{field}={value!r}: works in a run of one process; there are {jax.process_count()}")
 
 
 @contextlib.contextmanager

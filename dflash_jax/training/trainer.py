@@ -21,7 +21,8 @@ from dflash_jax.config import ConfigError, ExperimentConfig
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.pipeline import Batches
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.models.family import DrafterConfig
+from dflash_jax.models.family import DrafterConfig, drafter_config_to_dict
+from dflash_jax.processes import StopRequest, agreed, is_first
 from dflash_jax.sharding import mesh_of, on_mesh, place_parameters, to_devices
 from dflash_jax.training.features import OnlineFeatures, RememberedFeatures
 from dflash_jax.training.metrics import BlockSums, report, zero_sums
@@ -47,12 +48,16 @@ Evaluate = Callable[[LoadedDrafter, int, bool], dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run leaves: the folder of the exported drafter, its acceptance length (None: not evaluated), steps."""
+    """What a run leaves: the folder of the exported drafter, its acceptance length (None: not evaluated), steps.
+
+    finished: false when it was asked to stop before its end; there is a checkpoint then, and perhaps no drafter yet.
+    """
 
     drafter_dir: Path
     acceptance_length: float | None
     steps: int
     skipped: int
+    finished: bool = True
 
 
 class Trainer:
@@ -107,8 +112,8 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Trains from the newest checkpoint, or from the start, to the configured step; returns what was kept."""
-        with on_mesh(self.mesh):
-            return self._run()
+        with on_mesh(self.mesh), StopRequest() as stop:
+            return self._run(stop)
 
     def _placed(self, state: TrainState) -> TrainState:
         """The state where a restored one would be: one compilation serves both."""
@@ -116,10 +121,10 @@ class Trainer:
             return place_parameters(self.mesh, state)
         return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), state)
 
-    def _run(self) -> Outcome:
+    def _run(self, stop: StopRequest) -> Outcome:
         self._resume()
         every = self.experiment.logging.every_steps
-        bar = tqdm(total=self.steps, initial=self.step, unit="step", dynamic_ncols=True)
+        bar = tqdm(total=self.steps, initial=self.step, unit="step", dynamic_ncols=True, disable=not is_first())
         sums, tokens, since = self._nothing_yet(), 0, self.trained_seconds
         while not self._done():
             begun = time.perf_counter()
@@ -127,7 +132,7 @@ class Trainer:
             settings = self._step_settings()
             self.state, new = train_step(self.state, self.tables, batch, settings=settings, optimizer=self.optimizer)
             jax.block_until_ready(new)
-            self.trained_seconds += time.perf_counter() - begun
+            self.trained_seconds = agreed(self.trained_seconds + time.perf_counter() - begun)
             sums, tokens = jax.tree.map(jnp.add, sums, new), tokens + new_tokens
             bar.update()
             if self.step % every == 0 or self._done():
@@ -137,6 +142,8 @@ class Trainer:
                 self._evaluate()
             if self._due(self.experiment.checkpoint.every_steps):
                 self._save()
+            if stop.reached(self.step) and not self._done():
+                return self._interrupted()
         bar.close()
         return self._finish()
 
@@ -182,8 +189,9 @@ class Trainer:
 
     def _write(self, kind: str, metrics: dict[str, Any]) -> None:
         line = {"kind": kind, "step": self.step, "seconds": round(self.trained_seconds, 2), **metrics}
-        with self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        if is_first():
+            with self.metrics_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
 
     def _evaluate(self, *, last: bool = False) -> None:
         """Evaluates, and exports the drafter when no earlier one had a higher acceptance length."""
@@ -191,7 +199,8 @@ class Trainer:
             return
         metrics = self.evaluate(LoadedDrafter(self.state.drafter, self.drafter_config, "in training"), self.step, last)
         self._write("evaluation", metrics)
-        tqdm.write(f"step {self.step}: " + ", ".join(f"{name} {_short(value)}" for name, value in metrics.items()))
+        if is_first():
+            tqdm.write(f"step {self.step}: " + ", ".join(f"{name} {_short(value)}" for name, value in metrics.items()))
         score = metrics.get("acceptance_length")
         if score is not None and (self.best is None or score >= self.best):
             self.best = score
@@ -200,7 +209,8 @@ class Trainer:
     def _export(self) -> None:
         dtype = self.experiment.checkpoint.export_dtype
         export_drafter(self.state.drafter, self.drafter_config, self.drafter_dir, dtype=dtype, overwrite=True)
-        (self.drafter_dir / MADE_WITH).write_text(json.dumps(self.made_with, indent=2) + "\n", encoding="utf-8")
+        if is_first():
+            (self.drafter_dir / MADE_WITH).write_text(json.dumps(self.made_with, indent=2) + "\n", encoding="utf-8")
 
     @property
     def drafter_dir(self) -> Path:
@@ -218,6 +228,8 @@ class Trainer:
             "best": self.best,
             "trained_seconds": self.trained_seconds,
             "experiment": dataclasses.asdict(self.experiment),
+            "drafter": drafter_config_to_dict(self.drafter_config, dtype="float32"),
+            "made_with": self.made_with,
             "inputs": self.inputs,
         }
         self.checkpoints.save(self.step, self.state, position)
@@ -234,6 +246,15 @@ class Trainer:
         self.batches.set_state(position["batches"])
         self.best, self.trained_seconds = position["best"], position["trained_seconds"]
         logger.info("resumed from step %d in %s", newest, self.directory)
+
+    def _interrupted(self) -> Outcome:
+        """Leaves a checkpoint to go on from. Nothing is evaluated: whoever asked to stop may not wait that long."""
+        self._save()
+        self.checkpoints.close()
+        logger.warning(
+            "asked to stop: saved step %d in %s; the same command goes on from it", self.step, self.directory
+        )
+        return Outcome(self.drafter_dir, self.best, self.step, int(self.state.skipped), finished=False)
 
     def _finish(self) -> Outcome:
         self._evaluate(last=True)
@@ -278,7 +299,7 @@ def _made(directory: str) -> Path:
 
 def _forget_after(path: Path, step: int) -> None:
     """Drops the lines that a killed run wrote after its last checkpoint: those steps will be made again."""
-    if not path.exists():
+    if not path.exists() or not is_first():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
