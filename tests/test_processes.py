@@ -13,6 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 from tiny_run import chat_row, own_rows, read_metrics, settings, write_config, write_rows, write_target
 
+from dflash_jax.checkpoints.export import export_checkpoint
+from dflash_jax.checkpoints.safetensors_io import CheckpointError
 from dflash_jax.processes import join
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +35,8 @@ def config(folder: Path, directory: Path, **fields) -> Path:
     fields = {
         "training__steps": STEPS,
         "training__rows_per_step": 2,
+        "mesh__data": 1,
+        "mesh__fsdp": -1,
         "checkpoint__every_steps": 5,
         "data__heldout_file": str(folder / "chats.jsonl"),
         "evaluation__decode_prompts": 2,
@@ -109,6 +113,21 @@ def test_two_processes_train_the_drafter_of_one(folder, alone):
     # counts and sums of all rows, not of one process
     assert ours[0]["blocks"] == wanted[0]["blocks"] and ours[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=1e-5)
     assert ours[-1]["acceptance_length"] == wanted[-1]["acceptance_length"]
+
+
+def test_what_two_processes_saved_is_exported_by_one(folder, alone):
+    directory = folder / "two"
+    out = export_checkpoint(directory, folder / "exported", dtype="float32")
+    for name in ("model.safetensors", "config.json", "training.json"):
+        assert (out / name).read_bytes() == (directory / "drafter" / name).read_bytes()
+    card = (out / "README.md").read_text()
+    assert f"| step | {STEPS} |" in card and str(folder) not in card
+    with pytest.raises(CheckpointError, match="already has"):
+        export_checkpoint(directory, out)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; there are"):
+        export_checkpoint(directory, folder / "other", step=7)
+    with pytest.raises(CheckpointError, match="holds no training checkpoint"):
+        export_checkpoint(folder / "target", folder / "other")
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])

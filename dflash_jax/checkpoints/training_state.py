@@ -12,13 +12,18 @@ import orbax.checkpoint as ocp
 class TrainingCheckpoints:
     """A directory of step-numbered checkpoints, written whole or not at all, the oldest deleted beyond `keep`."""
 
-    def __init__(self, directory: str | Path, *, keep: int):
+    def __init__(self, directory: str | Path, *, keep: int | None = None):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        self._manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
+        self._directory = Path(directory).absolute()
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def latest_step(self) -> int | None:
         """The newest whole checkpoint's step, or None."""
         return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """The steps of all whole checkpoints, ascending."""
+        return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
         """Saves a pytree of arrays and a JSON dictionary. Returns once the arrays are copied, and writes on behind."""
@@ -41,6 +46,20 @@ class TrainingCheckpoints:
         named = self._manager.restore(step, args=arguments)["state"]
         leaves = [named[name] for name in _named(like)]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def restore_part(self, step: int, name: str, like: Any) -> Any:
+        """One field of the state, such as "drafter", on this process's first device, in the structure of `like`."""
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        shapes = {
+            f"{name}.{path}": jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+            for path, leaf in _named(like).items()
+        }
+        arguments = ocp.args.PyTreeRestore(
+            shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes), partial_restore=True
+        )
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            named = reader.restore(self._directory / str(step) / "state", args=arguments)
+        return jax.tree.unflatten(jax.tree.structure(like), [named[path] for path in shapes])
 
     def close(self) -> None:
         """Waits for what is being written."""

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from dflash_jax.checkpoints.export import MADE_WITH
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_drafter, load_target
 from dflash_jax.cli import exit_with, settings_from_flags
 from dflash_jax.config_parts import ConfigError
@@ -33,7 +34,6 @@ from dflash_jax.evaluation.benchmark_config import PARTS, BenchmarkConfig, Decod
 from dflash_jax.evaluation.benchmark_results import Arm, Cell, PromptSet, Results
 from dflash_jax.evaluation.benchmark_tables import tables
 from dflash_jax.evaluation.heldout import decoding_report
-from dflash_jax.training.trainer import MADE_WITH
 
 logger = logging.getLogger("dflash_jax.evaluation.benchmark")  # __name__ is "__main__" when this is the command
 

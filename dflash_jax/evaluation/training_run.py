@@ -10,11 +10,13 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from dflash_jax.checkpoints.export import CHECKPOINTS
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_target, read_target_config
 from dflash_jax.checkpoints.training_state import has_checkpoint
 from dflash_jax.config import ConfigError, ExperimentConfig, TrainingConfig
@@ -33,7 +35,7 @@ from dflash_jax.training.regression_start import drafter_by_regression, row_mome
 from dflash_jax.training.setup import mesh_for, starting_drafter, step_settings
 from dflash_jax.training.step import VocabularyTables
 from dflash_jax.training.teacher import shortlist_tokens
-from dflash_jax.training.trainer import CHECKPOINTS, Outcome, Trainer
+from dflash_jax.training.trainer import Outcome, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -116,12 +118,17 @@ def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
         tables=_tables(training, target, rows, len(lengths)),
         data_fingerprint=fingerprint,
         made_with={
-            "target": target.source,
+            "target": _public(target.source),
             "target_fingerprint": target.fingerprint,
-            "train_file": data.train_file,
+            "train_file": _public(data.train_file),
             "template_arguments": recorded_arguments(data.train_file),
         },
     )
+
+
+def _public(source: str) -> str:
+    """A name to publish: of a path on this machine only its end."""
+    return Path(source).name if Path(source).is_absolute() else source
 
 
 def _keeps_hidden(experiment: ExperimentConfig) -> bool:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from dflash_jax.checkpoints.export import CHECKPOINTS, MADE_WITH
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, export_drafter
 from dflash_jax.checkpoints.training_state import TrainingCheckpoints
 from dflash_jax.config import ConfigError, ExperimentConfig
@@ -38,9 +39,6 @@ from dflash_jax.training.step import (
 )
 
 logger = logging.getLogger(__name__)
-
-CHECKPOINTS = "checkpoints"  # the folder of a run's directory that they are in
-MADE_WITH = "training.json"  # beside an exported drafter: what it was trained for and on
 
 # evaluate(drafter, step, last) → metrics; "acceptance_length" among them decides which drafter is kept
 Evaluate = Callable[[LoadedDrafter, int, bool], dict[str, Any]]
