@@ -88,8 +88,8 @@ class Models:
 
         return jax.tree_util.tree_map_with_path(place, tree)
 
-    def array(self, shape: tuple[int, ...], dtype, *meaning: str | None) -> jax.ShapeDtypeStruct:
-        """The shape of an activation whose first axes mean this."""
+    def array(self, shape: tuple[int, ...], dtype, *meaning: str | None) -> Any:
+        """The shape of an activation whose first axes mean this, as a ShapeDtypeStruct."""
         padded = (*meaning, *(None,) * (len(shape) - len(meaning)))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec_of(self.mesh, padded, shape)))
 
@@ -156,7 +156,8 @@ def compiled(name: str, lower: Callable[[], jax.stages.Lowered], target: Hardwar
     begun = time.monotonic()
     program = lower().compile(compiler_options=target.options)
     seconds = time.monotonic() - begun
-    memory, text = program.memory_analysis(), program.as_text()
+    memory: Any = program.memory_analysis()
+    text = program.as_text() or ""
     if dump:
         (Path(dump) / f"{name}.{target.name.replace(':', '-')}.hlo").write_text(text, encoding="utf-8")
     return Program(

@@ -67,7 +67,7 @@ def work_of(hlo_text: str) -> Work:
 
 
 def array_bytes(type_text: str) -> int:
-    """Bytes of the arrays in a type such as "(bf16[8,4]{1,0}, f32[])", those that lie in the chip's own memory apart."""
+    """Bytes of the arrays in a type such as "(bf16[8,4]{1,0}, f32[])", but for those on the chip."""
     arrays = _ARRAY.findall(_ON_CHIP.sub("", type_text))
     return sum(ITEM_BYTES.get(kind, 0) * _size(dims) for kind, dims in arrays)
 

@@ -44,7 +44,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 _AnyMesh = Mesh | AbstractMesh
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of data · fsdp · tensor devices; neighbouring devices share the last axes.
 
     Args:
@@ -115,7 +115,7 @@ def place_parameters(mesh: Mesh, tree: Any) -> Any:
 
 def whole(x: jax.Array) -> np.ndarray:
     """The array on this host, gathered from other hosts where need be: all of them have to ask."""
-    if not x.is_fully_addressable and not x.is_fully_replicated:
+    if isinstance(x.sharding, NamedSharding) and not x.is_fully_addressable and not x.is_fully_replicated:
         everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
         x = jax.jit(lambda x: x, out_shardings=everywhere)(x)
     return np.asarray(x)

@@ -71,9 +71,8 @@ def model_card(config: DrafterConfig, made_with: Mapping[str, Any], step: int, p
     best, experiment = position["best"], position["experiment"]
     reached = "not evaluated" if best is None else f"{best:.2f} (best of the run, held-out chats, greedy decoding)"
     settings = {part: experiment[part] for part in ("model", "training", "optimizer")}
-    settings["model"] = {
-        name: value for name, value in settings["model"].items() if name not in ("target", "warm_start")
-    }
+    sources = ("target", "warm_start")  # may be paths of the machine that it was trained on
+    settings["model"] = {name: value for name, value in settings["model"].items() if name not in sources}
     return f"""# A DFlash drafter for {made_with["target"]}
 
 Proposes blocks of tokens for speculative decoding with its target (DFlash, arXiv 2602.06036); no model by itself.

@@ -65,8 +65,8 @@ def _read_divided(mesh: Mesh, entry: Entry, tensors: TensorFolder, dtype: str | 
     shape = tensors.shape(entry.name)
     sharding = NamedSharding(mesh, parameter_spec(mesh, entry.path, shape))
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        array = tensors.read(entry.name, index)
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        array = tensors.read(entry.name, index or ())
         return array if dtype is None else array.astype(jnp.dtype(dtype))
 
     return jax.make_array_from_callback(shape, sharding, part)

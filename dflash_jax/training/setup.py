@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import optax
@@ -97,7 +98,7 @@ def _warm_start(model: ModelConfig, source: str, target: LoadedTarget) -> tuple[
     return config, loaded.model
 
 
-def mesh_for(experiment: ExperimentConfig, target: TargetConfig, devices: Sequence[jax.Device]) -> Mesh:
+def mesh_for(experiment: ExperimentConfig, target: TargetConfig, devices: Sequence[Any]) -> Mesh:
     """The mesh of an experiment over these devices.
 
     Raises:

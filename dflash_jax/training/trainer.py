@@ -174,7 +174,7 @@ class Trainer:
         features = self.features(batch["tokens_BT"], batch["row_index_B"])
 
         arrays = to_devices((batch["tokens_BT"], batch["loss_mask_BT"], batch["row_index_B"]))
-        return micro_batches(Batch(*arrays, *features), parts), int(batch["length_B"].sum())
+        return micro_batches(Batch(*arrays, features.taps, features.hidden), parts), int(batch["length_B"].sum())
 
     def _log(self, bar: tqdm, sums: BlockSums, tokens_per_second: float) -> None:
         metrics = report(sums) | {"tokens_per_second": tokens_per_second, "skipped_steps": int(self.state.skipped)}
