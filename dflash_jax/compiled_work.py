@@ -30,7 +30,7 @@ class Work:
     """Of one device and one call.
 
     flops: of matrix products outside kernels. bytes_moved: read and written by operations, fused ones as one.
-    count, bytes: of collectives by kind, the bytes of what they produce on this device. unknown_loops: counted once.
+    count, bytes: of collectives by kind, the bytes that go over a device's links. unknown_loops: counted once.
     """
 
     flops: float = 0.0
@@ -68,8 +68,11 @@ def work_of(hlo_text: str) -> Work:
 
 def array_bytes(type_text: str) -> int:
     """Bytes of the arrays in a type such as "(bf16[8,4]{1,0}, f32[])", but for those on the chip."""
-    arrays = _ARRAY.findall(_ON_CHIP.sub("", type_text))
-    return sum(ITEM_BYTES.get(kind, 0) * _size(dims) for kind, dims in arrays)
+    return _any_bytes(_ON_CHIP.sub("", type_text))
+
+
+def _any_bytes(type_text: str) -> int:
+    return sum(ITEM_BYTES.get(kind, 0) * _size(dims) for kind, dims in _ARRAY.findall(type_text))
 
 
 class Module:
@@ -95,7 +98,7 @@ class Module:
             kind = operation.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
                 work.count[kind] += times
-                work.bytes[kind] += times * _produced(operation)
+                work.bytes[kind] += times * _over_links(operation, kind, types)
             elif operation.opcode in ("dot", "convolution"):
                 work.flops += times * _product_flops(operation, types)
             if not fused and operation.opcode not in _FREE and not operation.opcode.endswith("-done"):
@@ -154,12 +157,15 @@ class Module:
         return whole
 
 
-def _produced(collective: Operation) -> int:
-    """Bytes of what a collective gives. The type of a started one holds what goes in, too, but for all-reduce."""
+def _over_links(collective: Operation, kind: str, types: dict[str, str]) -> int:
+    """Bytes that a collective takes over a device's links, on a ring of many: what a gathering one gives, what a
+    reducing one takes; all-reduce does both."""
+    taken = sum(_any_bytes(types.get(name, "")) for name in collective.operands)
+    if kind in ("reduce-scatter", "all-reduce"):
+        return (2 if kind == "all-reduce" else 1) * taken
     sizes = [ITEM_BYTES.get(item, 0) * _size(dims) for item, dims in _ARRAY.findall(collective.type) if dims]
-    if collective.opcode in ("all-gather-start", "collective-permute-start"):
-        return max(sizes, default=0)
-    return sum(sizes)
+    started = collective.opcode.endswith("-start")  # its type holds what goes in, too
+    return sum(sizes) - taken if started and len(sizes) > len(collective.operands) else sum(sizes)
 
 
 def _runs(operation: Operation) -> list[str]:

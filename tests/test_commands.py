@@ -109,7 +109,7 @@ def test_train_says_what_it_does_and_leaves_a_drafter(user):
     assert user.trained.stdout.endswith(f"drafter: {drafter} (12 steps, 0 skipped, acceptance length {reached:.2f})\n")
     assert sorted(path.name for path in drafter.iterdir()) == ["config.json", "model.safetensors", "training.json"]
     made_with = json.loads((drafter / "training.json").read_text())
-    assert made_with["target"] == str(user.folder / "target")
+    assert made_with["target"] == "target"  # without the path on this machine
     # write_rows copied the answers without the record of how they were made
     assert made_with["template_arguments"] is None
     for part in ("loss decay gamma", "16 rows", "12 steps of 4 rows × 6 anchors", "loss ", "tok/s"):

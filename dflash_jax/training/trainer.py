@@ -173,8 +173,9 @@ class Trainer:
         batch, parts = next(self.batches), self.experiment.training.accumulation
         features = self.features(batch["tokens_BT"], batch["row_index_B"])
 
-        arrays = to_devices((batch["tokens_BT"], batch["loss_mask_BT"], batch["row_index_B"]))
-        return micro_batches(Batch(*arrays, features.taps, features.hidden), parts), int(batch["length_B"].sum())
+        tokens, loss_mask, rows = to_devices((batch["tokens_BT"], batch["loss_mask_BT"], batch["row_index_B"]))
+        whole = Batch(tokens, loss_mask, rows, features.taps, features.hidden)
+        return micro_batches(whole, parts), int(batch["length_B"].sum())
 
     def _log(self, bar: tqdm, sums: BlockSums, tokens_per_second: float) -> None:
         metrics = report(sums) | {"tokens_per_second": tokens_per_second, "skipped_steps": int(self.state.skipped)}

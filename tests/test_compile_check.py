@@ -1,0 +1,163 @@
+"""Compiling an experiment for hardware that is not here: what is counted, what fits, what is refused."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny_run import settings, write_config
+from tpu_compiler import requires_libtpu
+
+from dflash_jax import compile_check
+from dflash_jax.cli import load_config_file
+from dflash_jax.compiled_work import Work, array_bytes, work_of
+from dflash_jax.config import to_experiment
+from dflash_jax.hardware import CHIPS, Hardware, HardwareError, hardware
+from dflash_jax.models.family import parse_target_config
+from dflash_jax.sharding import mesh_sizes
+
+PAPER = ["qwen3_4b", "qwen3_8b", "llama31_8b", "qwen3_8b_thinking", "qwen3_8b_long_context"]
+TINY = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    def function(x, weights):
+        return jax.lax.scan(lambda x, weight: (x @ weight, None), x, weights)[0]
+
+    x, weights = jnp.ones((32, 48)), jnp.ones((7, 48, 48))
+    work = work_of(jax.jit(function).lower(x, weights).compile().as_text())
+    assert work.flops == 7 * 2 * 32 * 48 * 48
+    assert work.unknown_loops == 0
+    read_and_written = 4 * 7 * (48 * 48 + 2 * 32 * 48)
+    assert read_and_written <= work.bytes_moved < 3 * read_and_written  # the carry is copied, too
+
+
+def test_a_window_that_pads_or_dilates_counts_what_it_meets():
+    """The two forms in which TPU programs write the batch of a product."""
+    text = """
+ENTRY %main (a: bf16[4,64,256], b: bf16[16,4096,1]) -> bf16[4,64,64] {
+  %a = bf16[4,64,256]{2,1,0} parameter(0)
+  %b = bf16[16,4096,1]{1,0,2} parameter(1)
+  %w = bf16[8,128,4096]{2,1,0} parameter(2)
+  %heads = bf16[16,8,128]{2,0,1} convolution(%b, %w), window={size=8 pad=7_7 rhs_reversal=1}, dim_labels=bf0_0oi->b0f
+  ROOT %c = bf16[4,64,64]{2,1,0} convolution(%a, %a), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0oi->0bf
+}
+"""
+    assert work_of(text).flops == 2 * 16 * 8 * 128 * 4096 + 2 * 4 * 64 * 64 * 256
+
+
+def test_collectives_are_counted_by_what_goes_over_links():
+    text = """
+%body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %p = (s32[], f32[8,4]{1,0}) parameter(0)
+  %x = f32[8,4]{1,0} get-tuple-element(%p), index=1
+  %r = f32[8,4]{1,0} all-reduce(%x), replica_groups={}, to_apply=%add
+  %part = f32[2,4]{1,0} slice(%x), slice={[0:2], [0:4]}
+  %s = (f32[2,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%part), dimensions={0}
+  %d = f32[8,4]{1,0} all-gather-done(%s)
+}
+%condition (p: (s32[], f32[8,4])) -> pred[] {
+  %p = (s32[], f32[8,4]{1,0}) parameter(0)
+  %bound = s32[] constant(5)
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %lt = pred[] compare(%i, %bound), direction=LT
+}
+ENTRY %main (a: f32[8,4]) -> f32[8,4] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %w = (s32[], f32[8,4]{1,0}) while(%a), condition=%condition, body=%body
+}
+"""
+    work = work_of(text)
+    assert work.count == {"all-reduce": 5, "all-gather": 5}
+    assert work.bytes == {"all-reduce": 5 * 2 * 128, "all-gather": 5 * 128}
+
+
+def test_arrays_on_the_chip_take_no_memory():
+    assert array_bytes("(bf16[8,4]{1,0:T(8,128)(2,1)S(1)}, f32[3]{0})") == 12
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_configuration_of_the_paper_is_complete(name):
+    """Its target's shapes are at hand, its rows and heads can be shared by eight devices, its taps exist."""
+    experiment = to_experiment(load_config_file(f"configs/{name}.py"))
+    target = compile_check.known_target(experiment.model.target, None)
+    mesh, training = experiment.mesh, experiment.training
+    data, fsdp, tensor = mesh_sizes((mesh.data, mesh.fsdp, mesh.tensor), 8)
+    assert training.rows_per_step // training.accumulation % (data * fsdp) == 0
+    assert target.num_kv_heads % tensor == 0
+    assert experiment.model.mask_token_id < target.vocab_size
+
+
+def arguments(tmp_path: Path, **fields) -> list[str]:
+    experiment = settings(tmp_path, tmp_path / "chats.jsonl", tmp_path / "run", **fields)
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    file = write_config(tmp_path / "config.py", experiment)
+    return ["compile_check", "--config", str(file), "--target_config", str(tmp_path / "tiny.json")]
+
+
+@requires_libtpu
+def test_a_tiny_experiment_compiles_for_a_tpu_slice(tmp_path, capsys):
+    fields = {"mesh__data": 2, "mesh__fsdp": 2, "training__rows_per_step": 8, "training__accumulation": 2}
+    with pytest.raises(SystemExit) as end:
+        compile_check.main([*arguments(tmp_path, **fields), "--hardware", "v5e:2x2"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0, text
+    assert "v5e:2x2: mesh data 2, fsdp 2, tensor 1; 16 GB a device" in text
+    rows = {line.split(" | ")[0].lstrip("| "): line for line in text.splitlines() if line.startswith("| ")}
+    assert {"features", "step", "decode"} <= set(rows) and all("yes" in rows[name] for name in ("features", "step"))
+    assert "step: collectives" in text and "all-reduce" in text
+
+
+def test_what_does_not_fit_is_said_and_how_it_may():
+    models = compile_check.Models.__new__(compile_check.Models)
+    programs = [compile_check.Program("step", 1.0, temporary=90e9, results=0.0, work=Work(flops=459e12))]
+    target = Hardware("v5p:2x2x2", CHIPS["v5p"], [], {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_check, "resident", lambda models: {"target": 1e9})
+        models.mesh = jax.sharding.AbstractMesh((1, 8, 1), ("data", "fsdp", "tensor"))
+        text, fits = compile_check.report(models, programs, target)
+    assert not fits and "| NO |" in text and "raise mesh.fsdp" in text
+    assert "| 1e+03 | compute |" in text  # a second, of 459 TFLOP at 459 TFLOP/s
+
+
+@requires_libtpu
+def test_wrong_arguments_are_refused_by_name(tmp_path, capsys):
+    with pytest.raises(HardwareError, match="hardware 'v9:2x2' is not known"):
+        hardware("v9:2x2")
+    with pytest.raises(HardwareError, match="does not know the slice"):
+        hardware("v5e:3x7")
+    with pytest.raises(SystemExit):
+        compile_check.main([*arguments(tmp_path, mesh__data=3), "--hardware", "v5e:2x2"])
+    assert "mesh data=3, fsdp=1, tensor=1: these sizes don't make up the 4 devices" in capsys.readouterr().err
+
+
+@requires_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAPER)
+def test_a_configuration_of_the_paper_fits_a_slice(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        compile_check.main(["compile_check", "--config", f"configs/{name}.py", "--hardware", "v5p:2x2x2"])
+    assert end.value.code == 0, capsys.readouterr().out
+
+
+def test_the_bundled_shapes_are_of_supported_targets():
+    files = sorted(Path("configs/targets").glob("*.json"))
+    assert files
+    for file in files:
+        assert parse_target_config(json.loads(file.read_text())).num_layers >= 32
