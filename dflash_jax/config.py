@@ -66,7 +66,8 @@ class TrainingConfig:
     16, 10, 8), None is no decay. random_cut: instead of weighting slot k, let it keep its loss with that
     probability: the same expected sum before normalisation, and fewer slots for the head to score. feature_cache:
     "memory" computes the target's features once a row and keeps them in host memory, "none" computes them in every
-    step. time_limit_minutes: stop early, whatever the step. narrow_steps: so many first steps train blocks of
+    step. remat: keep less of the forward pass for the backward pass, which computes a layer again but for its
+    attention. time_limit_minutes: stop early, whatever the step. narrow_steps: so many first steps train blocks of
     narrow_width only, more of them with as many slots in all; the first slots decide most of a weak drafter's
     acceptance. loss: "labels", the paper's cross-entropy, or "teacher", the divergence from the target's own
     distribution over the loss_tokens most frequent answer tokens.
@@ -86,6 +87,7 @@ class TrainingConfig:
     loss_chunk: int = 1024
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     feature_cache: Literal["none", "memory"] = "none"
+    remat: bool = False
     seed: int = 0
     time_limit_minutes: float | None = None
 

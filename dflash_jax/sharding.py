@@ -80,12 +80,18 @@ def spec_of(mesh: _AnyMesh, meaning: Sequence[str | None], shape: Sequence[int])
     return PartitionSpec(*(_divided(mesh, name, size) for name, size in zip(meaning, shape, strict=True)))
 
 
-def _divided(mesh: _AnyMesh, name: str | None, size: int):
+def dividing(mesh: _AnyMesh, name: str, size: int) -> tuple[str, ...]:
+    """The mesh axes that divide an axis of this meaning and size, those of one device included."""
     taken: tuple[str, ...] = ()
-    for axis in RULES[name] if name else ():
-        if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0:
+    for axis in RULES[name]:
+        if size % mesh.shape[axis] == 0:
             taken, size = (*taken, axis), size // mesh.shape[axis]
-    return taken or None
+    return taken
+
+
+def _divided(mesh: _AnyMesh, name: str | None, size: int) -> tuple[str, ...] | None:
+    axes = dividing(mesh, name, size) if name else ()
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1) or None
 
 
 def parameter_spec(mesh: _AnyMesh, path: str, shape: Sequence[int]) -> PartitionSpec:

@@ -105,7 +105,10 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(tmp_path, field, written,
         ("optimizer.learning_rat=1", "optimizer.learning_rat: no such field; did you mean optimizer.learning_rate?"),
         ("training.acumulation=2", "training.acumulation: no such field; did you mean training.accumulation?"),
         ("optimiser.learning_rate=1", "optimiser: no such part; did you mean optimizer?"),
-        ("qqq.x=1", "qqq: no such part; there are model, data, training, mesh, optimizer, checkpoint, evaluation, logging"),
+        (
+            "qqq.x=1",
+            "qqq: no such part; there are model, data, training, mesh, optimizer, checkpoint, evaluation, logging",
+        ),
         ("training=5", "--config.training: name a field of it"),
     ],
 )

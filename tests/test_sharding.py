@@ -9,20 +9,33 @@ import pytest
 
 # Devices are made when jax starts, so this file is run again as a program that has eight.
 DEVICES = 8
-MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
 
 
-@pytest.mark.parametrize("check", ["training", "decoding"])
-def test_eight_devices_give_what_one_gives(check):
+@pytest.mark.parametrize(
+    ("check", "mesh"),
+    [
+        ("training", (1, 8, 1)),
+        ("training", (2, 2, 2)),
+        ("decoding", (1, 1, 8)),
+        ("work", (8, 1, 1)),
+        pytest.param("training", (8, 1, 1), marks=pytest.mark.slow),
+        pytest.param("training", (1, 1, 8), marks=pytest.mark.slow),
+        pytest.param("training", (1, 2, 4), marks=pytest.mark.slow),
+        pytest.param("decoding", (2, 2, 2), marks=pytest.mark.slow),
+        pytest.param("decoding", (1, 8, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_eight_devices_give_what_one_gives(check, mesh, compiled_programs):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
-    program = subprocess.run([sys.executable, __file__, check], env=environment, capture_output=True, text=True)
+    arguments = [check, *map(str, mesh)]
+    program = subprocess.run([sys.executable, __file__, *arguments], env=environment, capture_output=True, text=True)
     assert program.returncode == 0, program.stderr
-    assert program.stdout.splitlines() == [f"{mesh} equals one device" for mesh in MESHES]
+    assert program.stdout == f"{check} on {mesh} equals one device\n"
 
 
 def models():
@@ -35,7 +48,7 @@ def models():
     return target, drafter
 
 
-def check_training() -> None:
+def check_training(sizes: tuple[int, int, int]) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -76,18 +89,16 @@ def check_training() -> None:
     one = make_mesh(devices=jax.devices()[:1])
     wanted = step(one, 1, np.arange(16))
     assert float(wanted[0].loss) > 0
-    for sizes, parts in zip(MESHES, (1, 2, 4, 2), strict=True):
-        mesh = make_mesh(*sizes)
-        ours = step(mesh, parts, rng.permutation(16))
+    for parts in (1, 4):
+        ours = step(make_mesh(*sizes), parts, rng.permutation(16))
         for mine, theirs in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(wanted[0]), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=2e-6)
         for mine, theirs in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(wanted[1]), strict=True):
             # updates of a tenth of gradients of order 1, summed in another order
             np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
-        print(f"{sizes} equals one device")
 
 
-def check_decoding() -> None:
+def check_decoding(sizes: tuple[int, int, int]) -> None:
     import dataclasses
 
     from small_models import random_prompts
@@ -100,14 +111,50 @@ def check_decoding() -> None:
     settings = {"max_new_tokens": 80, "temperature": [0.0, 0.9, 0.0, 1.1, 0.0, 0.0], "batch_size": 4}
     wanted = generate(target, prompts, drafter=drafter, **settings)
     assert any(max(row.acceptance_lengths) > 1 for row in wanted)  # something was accepted, or nothing is shown
-    for sizes in MESHES:
-        placed = place_parameters(make_mesh(*sizes), (target.model, drafter.model))
-        ours_target, ours_drafter = (
-            dataclasses.replace(loaded, model=model) for loaded, model in zip((target, drafter), placed, strict=True)
-        )
-        assert generate(ours_target, prompts, drafter=ours_drafter, **settings) == wanted
-        print(f"{sizes} equals one device")
+    placed = place_parameters(make_mesh(*sizes), (target.model, drafter.model))
+    ours_target, ours_drafter = (
+        dataclasses.replace(loaded, model=model) for loaded, model in zip((target, drafter), placed, strict=True)
+    )
+    assert generate(ours_target, prompts, drafter=ours_drafter, **settings) == wanted
+
+
+def check_work(sizes: tuple[int, int, int]) -> None:
+    """Counted in the compiled program: rows divided over eight devices are an eighth of the work on each, and what goes
+    between them is the gradient."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from dflash_jax.compiled_work import work_of
+    from dflash_jax.sharding import make_mesh, place_parameters, to_devices
+    from dflash_jax.training.step import Batch, StepSettings, VocabularyTables, initial_state, train_step
+
+    target, drafter = models()
+    settings = StepSettings(
+        anchors=8, width=4, mask_id=63, gamma=4.0, loss_chunk=8, compute_dtype="float32", seed=0, backend="xla"
+    )
+    optimizer = optax.sgd(0.1)
+
+    def work(mesh):
+        shapes = (jnp.zeros((1, 16, 32), jnp.int32), jnp.ones((1, 16, 32), bool), jnp.zeros((1, 16), jnp.int32))
+        batch = jax.tree.map(lambda x: to_devices(jax.device_get(x[0]))[None], (*shapes, jnp.zeros((1, 16, 32, 2, 32))))
+        model, state = place_parameters(mesh, (target.model, initial_state(drafter.model, optimizer)))
+        tables = VocabularyTables(model.embedding[...], model.head_VD)
+        lowered = train_step.lower(state, tables, Batch(*batch), settings=settings, optimizer=optimizer)
+        return work_of(lowered.compile().as_text())
+
+    with jax.set_mesh(one := make_mesh(devices=jax.devices()[:1])):
+        alone = work(one)
+    with jax.set_mesh(eight := make_mesh(*sizes)):
+        shared = work(eight)
+    assert abs(8 * shared.flops / alone.flops - 1) < 0.03, (alone.flops, shared.flops)
+    gradient = sum(leaf.nbytes for leaf in jax.tree.leaves(drafter.model))
+    moved = shared.bytes["all-reduce"]
+    assert set(shared.count) == {"all-reduce"} and 2 * gradient <= moved < 1.2 * 2 * gradient, (gradient, shared)
 
 
 if __name__ == "__main__":
-    {"training": check_training, "decoding": check_decoding}[sys.argv[1]]()
+    name, *sizes = sys.argv[1:]
+    chosen = tuple(map(int, sizes))
+    {"training": check_training, "decoding": check_decoding, "work": check_work}[name](chosen)
+    print(f"{name} on {chosen} equals one device")

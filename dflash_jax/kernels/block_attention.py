@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from dflash_jax.kernels import _backends, _reference
 from dflash_jax.kernels._backends import Backend
-from dflash_jax.sharding import current_mesh, spec_of
+from dflash_jax.sharding import current_mesh, dividing
 
 # What the backward pass reads besides the arguments, by the names that a jax.checkpoint policy knows them by:
 # with save_only_these_names(*SAVED) the forward pass is not repeated.
@@ -87,8 +87,9 @@ def _by_rows_and_heads(attend, arrays, ranges) -> jax.Array:
     mesh = current_mesh()
     if mesh is None:
         return attend(*arrays, *ranges)
-    context_BSKH = arrays[3]
-    rows, _, heads, _ = spec_of(mesh, ("rows", None, "heads", None), context_BSKH.shape)
+    B, _, K, _ = arrays[3].shape
+    # Axes of one device are named, too: over others the gradients would be summed.
+    rows, heads = dividing(mesh, "rows", B) or None, dividing(mesh, "heads", K) or None
     slots, keys = PartitionSpec(rows, None, None, heads), PartitionSpec(rows, None, heads)
     return jax.shard_map(
         attend,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_jax.kernels.block_attention import Backend, block_attention
+from dflash_jax.kernels.block_attention import SAVED, Backend, block_attention
 from dflash_jax.models.attention import Segment, grouped_attention
 from dflash_jax.models.cache import KVCache, empty_cache, write
 from dflash_jax.models.family import DrafterConfig
@@ -79,6 +79,7 @@ class Drafter(nnx.Module):
         anchors_BA: jax.Array,
         *,
         backend: Backend = "auto",
+        remat: bool = False,
     ) -> jax.Array:
         """Final hidden states [B, A, W, D] of all blocks.
 
@@ -87,25 +88,33 @@ class Drafter(nnx.Module):
             context_BTD: context features of positions 0 … T−1, from `fuse`.
             starts_BA: first context position a block may read (0, or its document's start).
             anchors_BA: the block's anchor position; it reads context positions < anchor. Padding: anchor ≤ start.
+            remat: keep a layer's input and its attention's results for the backward pass, and compute the rest again.
         """
         W = embedded_BAWD.shape[2]
         block_rotation = self._rotation(anchors_BA[..., None] + jnp.arange(W))
         context_rotation = self._rotation(jnp.arange(context_BTD.shape[1])[None])
-        x_BAWD = constrain(embedded_BAWD, "rows")
-        for index, layer in enumerate(self.layers):
+
+        def run(layer: DrafterLayer, x_BAWD: jax.Array, context_BTD: jax.Array, index: int) -> jax.Array:
             # Context features bypass the layer's input norm: only hidden_norm has touched them.
             k_context_BTKH, v_context_BTKH = layer.attention.keys_values(context_BTD, context_rotation)
 
-            def attend(q, k, v, index=index, k_context=k_context_BTKH, v_context=v_context_BTKH):
+            def attend(q, k, v):
                 return block_attention(
-                    *(q, k, v, k_context, v_context, starts_BA, anchors_BA),
+                    *(q, k, v, k_context_BTKH, v_context_BTKH, starts_BA, anchors_BA),
                     scale=self.config.head_dim**-0.5,
                     window=self.config.layer_window(index),
                     causal_in_block=self.config.layer_is_causal(index),
                     backend=backend,
                 )
 
-            x_BAWD = constrain(layer(x_BAWD, block_rotation, attend), "rows")
+            return constrain(layer(x_BAWD, block_rotation, attend), "rows")
+
+        if remat:
+            policy = jax.checkpoint_policies.save_only_these_names(*SAVED)
+            run = jax.checkpoint(run, policy=policy, static_argnums=3)
+        x_BAWD = constrain(embedded_BAWD, "rows")
+        for index, layer in enumerate(self.layers):
+            x_BAWD = run(layer, x_BAWD, context_BTD, index)
         return self.norm(x_BAWD)
 
     # Decoding: one block a row, context in a cache.

@@ -155,6 +155,7 @@ def step_settings(experiment: ExperimentConfig, config: DrafterConfig) -> StepSe
         seed=training.seed,
         random_cut=training.random_cut,
         teacher=training.loss == "teacher",
+        remat=training.remat,
     )
 
 

@@ -56,7 +56,8 @@ class TrainState(NamedTuple):
 class StepSettings(NamedTuple):
     """What the compiled step depends on, apart from shapes. gamma None: no decay. random_cut: see cut_at_random.
 
-    teacher: the loss compares distributions (`teacher_loss`) instead of scoring labels (`block_loss`).
+    teacher: the loss compares distributions (`teacher_loss`) instead of scoring labels (`block_loss`). remat: see
+    Drafter.packed.
     """
 
     anchors: int
@@ -68,6 +69,7 @@ class StepSettings(NamedTuple):
     seed: int
     random_cut: bool = False
     teacher: bool = False
+    remat: bool = False
     backend: Backend = "auto"
 
 
@@ -99,7 +101,9 @@ def blocks_loss(
     context_BTD = drafter.fuse(batch.taps.astype(dtype))
     embedded_BAWD = constrain(jnp.take(tables.embedding, blocks.tokens, axis=0).astype(dtype), "rows")
     starts_BA = jnp.zeros_like(blocks.anchors)
-    hidden_BAWD = drafter.packed(embedded_BAWD, context_BTD, starts_BA, blocks.anchors, backend=settings.backend)
+    hidden_BAWD = drafter.packed(
+        *(embedded_BAWD, context_BTD, starts_BA, blocks.anchors), backend=settings.backend, remat=settings.remat
+    )
     weights_BAW = weights_W * blocks.supervised
     if settings.teacher:
         loss, scores = _teacher_sums(hidden_BAWD, weights_BAW, tables, batch, blocks, settings.loss_chunk)

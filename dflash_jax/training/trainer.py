@@ -266,7 +266,7 @@ class Trainer:
 
 # A resumed run may change these; everything else decides what the run is.
 _FREE_PARTS = ("logging", "evaluation", "checkpoint", "mesh")
-_FREE_FIELDS = ("training.time_limit_minutes",)
+_FREE_FIELDS = ("training.time_limit_minutes", "training.remat")
 
 
 def _check_same_run(saved: dict, experiment: ExperimentConfig, inputs: dict[str, str], directory: Path) -> None:
