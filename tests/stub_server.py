@@ -113,7 +113,7 @@ def spoken(tokenizer, prompt_ids: list[int]) -> Answer:
 
 
 def completion(tokenizer, answer: Answer, *, ids: bool = True) -> dict:
-    """An answer as vLLM returns it, the stop token in the ids and not in the text; or as servers do that give no ids."""
+    """An answer as vLLM returns it, the stop token in the ids, not in the text; or as servers do that give no ids."""
     said = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
     choice = {"index": 0, "text": tokenizer.decode(said), "finish_reason": answer.finish_reason, "stop_reason": None}
     return {"object": "text_completion", "choices": [choice | ({"token_ids": answer.tokens} if ids else {})]}

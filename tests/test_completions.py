@@ -104,6 +104,28 @@ def test_an_answer_that_ends_by_no_stop_token_of_the_target_is_refused():
         Completions("tiny", TOKENIZER, 400, (), 30).answer(_reply(FINE, stop_reason=9), PROMPT)
 
 
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        ({"choices": [{}, {}]}, "a reply without an answer"),
+        (_reply(FINE, text=["I am fine."]), "a reply without text"),
+        (_reply(FINE, reason="content_filter"), "an answer that was broken off"),
+        (_reply([True, False]), "token ids that are not integers"),
+        (_reply([70.0]), "token ids that are not integers"),
+        (_reply("I am fine."), "token ids that are not integers"),
+        (_reply([len(TOKENIZER) + 3]), "token ids outside the vocabulary"),
+        (_reply([-1]), "token ids outside the vocabulary"),
+        (_reply([*PROMPT, *FINE]), "ids that say something else than the text"),
+        (_reply(FINE, prompt_token_ids=[0, *PROMPT]), "a server that read another prompt"),
+        (_reply(FINE * 9, text="I am fine." * 9), "an answer beyond its budget"),
+    ],
+)
+def test_garbage_has_a_name(reply, reason):
+    with pytest.raises(RequestFailed) as caught:
+        _completions().answer(reply, PROMPT)
+    assert caught.value.reason == reason and caught.value.kind is Failure.SERVER
+
+
 def test_a_whole_answer_is_what_was_said():
     for prompt in ([1, 2], [1, 4]):
         said = spoken(TOKENIZER, prompt)

@@ -107,8 +107,8 @@ def test_command_writes_the_greedy_answers_of_the_target(target, basic, tmp_path
 @pytest.mark.parametrize("sampling", [[], ["--temperature=0.8", "--top_p=0.9", "--top_k=40", "--seed=5"]])
 def test_a_drafter_changes_no_row(drafter, basic, tmp_path, sampling):
     plain, drafted = tmp_path / "plain.jsonl", tmp_path / "drafted.jsonl"
-    _run(*basic, f"--out={plain}", "--batch_size=3", *sampling)
-    _run(*basic, f"--out={drafted}", "--batch_size=2", f"--drafter={drafter}", "--width=3", *sampling)
+    _run(*basic, f"--out={plain}", "--batch_size=5", *sampling)
+    _run(*basic, f"--out={drafted}", "--batch_size=5", f"--drafter={drafter}", "--width=3", *sampling)
     assert drafted.read_bytes() == plain.read_bytes()
     assert json.loads(Path(f"{drafted}.meta.json").read_text())["drafter"] == str(drafter)
 

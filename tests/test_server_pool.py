@@ -237,7 +237,8 @@ def test_waits_double_are_uneven_and_obey_the_server():
     for number, longest in enumerate([1, 2, 4, 8, 16, 32, 60, 60]):
         waits = [pool._wait_before_retry(number, failure) for _ in range(50)]
         assert all(longest / 2 <= wait <= longest for wait in waits) and len(set(waits)) > 1
-    assert pool._wait_before_retry(0, RequestFailed("x", kind=Failure.BUSY, retry_after=90.0)) == 90.0
+    for asked, waits in ((90.0, 90.0), (1e9, Patience.timeout)):
+        assert pool._wait_before_retry(0, RequestFailed("x", kind=Failure.BUSY, retry_after=asked)) == waits
 
 
 def test_no_server_left_keeps_the_answers_and_the_next_run_goes_on(whole, tmp_path):

@@ -127,7 +127,7 @@ def answer_into(
 def _answer(
     prompts: Sequence[EncodedPrompt], engine: Engine, log: AnswerLog, say: Callable[[str], None]
 ) -> tuple[dict[str, str], str]:
-    """Has the prompts answered that `log` lacks, and keeps the answers there. Returns why others got none; the speed."""
+    """Has the prompts answered that `log` lacks, and keeps the answers there. Returns why some have none, the speed."""
     done = sum(prompt.name in log.answers for prompt in prompts)
     if done:
         say(f"{done} of {len(prompts)} rows were answered before")

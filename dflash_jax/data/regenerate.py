@@ -5,19 +5,20 @@
     python -m dflash_jax.data.regenerate --target Qwen/Qwen3-8B --prompts ultrachat --out chats.jsonl.gz \
         --server http://gpu1:8000 --server http://gpu2:8000 --concurrency 256 --max_new_tokens 2048
 
-Prompts are chats as data/prepare.py reads them, known sets by name included; a last answer in them is dropped. Each
-row of --out holds the chat, its "prompt_ids" and "answer_ids" token for token, and its "finish_reason"; beside it,
+Prompts are chats as data/prepare.py reads them, known sets by name included; a last answer in them is dropped. Each row
+of --out holds the chat, its "prompt_ids" and "answer_ids" token for token, and its "finish_reason"; beside it,
 OUT.meta.json records the target and every setting. A run that is killed goes on where it stopped when the same command
 is given again; until it is done, answers are kept in OUT.part.
 
-Without --server our own engine answers, with --drafter faster and, greedy or sampled, with the same tokens (in bfloat16
-near-ties may fall otherwise). With --server any OpenAI-compatible server does (vLLM, SGLang …) that serves the same
-target: --target is needed all the same, for its tokenizer, template and fingerprint. Prompts are sent as token ids. vLLM
-and SGLang return the ids that they sampled; of servers that don't, the text is tokenised, and the report says so. A server
-that refuses an unknown field gets it no more with --server_arguments '{"return_token_ids": null}'. Each row has a seed
-of its own, which makes it repeatable as far as the server honours seeds.
+Without --server our own engine answers; a --drafter changes no token, greedy or sampled (but near-ties in bfloat16),
+and is faster where drafting pays. With --server any OpenAI-compatible server does (vLLM, SGLang …) that serves the same
+target: --target is needed all the same, for its tokenizer, template and fingerprint. Prompts are sent as token ids.
+vLLM and SGLang return the ids that they sampled; of servers that don't, the text is tokenised, and the report says so.
+For servers that refuse unknown fields, --server_arguments '{"return_token_ids": null}' leaves one out. Each row has a
+seed of its own, which makes it repeatable as far as the server honours seeds.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -59,7 +60,9 @@ def define_flags(into: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_bool("strict", False, "Fail on bad rows of --prompts instead of skipping them.", **define)
     flags.DEFINE_integer("limit", None, "Use no more than so many rows of --prompts.", lower_bound=1, **define)
     # Of our own engine.
-    flags.DEFINE_string("drafter", None, "Drafter folder or hub id, to answer faster.", **define)
+    flags.DEFINE_string(
+        "drafter", None, "Drafter folder or hub id: the same answers, faster where drafting pays.", **define
+    )
     flags.DEFINE_string("width", None, "Block width, anchor included, or adaptive; default: the drafter's.", **define)
     flags.DEFINE_integer("batch_size", 32, "Prompts decoded together.", lower_bound=1, **define)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of the models' parameters.", **define)
@@ -135,19 +138,22 @@ def _own_engine(flag: flags.FlagValues) -> Engine:
     """Our own engine; the models are loaded when the first prompts come."""
     from dflash_jax.decoding.request import width_from_flag
 
-    loaded: dict[str, Any] = {"width": width_from_flag(flag.width)}
+    width = width_from_flag(flag.width)
+
+    @functools.cache
+    def models() -> tuple[Any, Any]:
+        from dflash_jax.checkpoints.huggingface import load_drafter, load_target
+
+        target = load_target(flag.target, dtype=flag.dtype)
+        return target, load_drafter(flag.drafter, target=target, dtype=flag.dtype) if flag.drafter else None
 
     def generate_group(ids: list[list[int]], seeds: list[int]) -> list[Answer]:
-        from dflash_jax.checkpoints.huggingface import load_drafter, load_target
         from dflash_jax.decoding.generate import generate
 
-        if "target" not in loaded:
-            loaded["target"] = load_target(flag.target, dtype=flag.dtype)
-            if flag.drafter:
-                loaded["drafter"] = load_drafter(flag.drafter, target=loaded["target"], dtype=flag.dtype)
+        target, drafter = models()
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "batch_size")
-        options = {name: flag[name].value for name in names}
-        rows = generate(prompts=ids, seed=seeds, **loaded, **options)
+        options: dict[str, Any] = {name: flag[name].value for name in names}
+        rows = generate(target, ids, drafter=drafter, width=width, seed=seeds, **options)
         return [Answer(row.tokens, row.finish_reason) for row in rows]
 
     return in_groups(generate_group, batch_size=flag.batch_size, seed=flag.seed)

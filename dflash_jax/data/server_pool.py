@@ -22,7 +22,7 @@ from dflash_jax.data.prompts import EncodedPrompt, row_seed
 
 FAILURES_TO_REST = 3
 SHORTEST_REST, LONGEST_REST = 10.0, 300.0  # seconds
-LONGEST_WAIT = 60.0  # seconds between two tries, unless the server asks for more
+LONGEST_WAIT = 60.0  # seconds between two tries; where the server asks for more, up to the timeout
 MOST_GIVEN_UP = 20  # prompts in a row; then it is not the prompts
 _PROBE_SECONDS = 10.0
 
@@ -33,7 +33,7 @@ class ServersFailed(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """Seconds to wait for an answer, how often a failed request is repeated, and seconds before it is first repeated."""
+    """Seconds to wait for an answer, how often a failed request is repeated, and seconds before the first repeat."""
 
     timeout: float = 600.0
     retries: int = 6
@@ -210,7 +210,7 @@ class ServerPool:
     def _wait_before_retry(self, number: int, failure: RequestFailed) -> float:
         """Seconds before retry `number` (from 0): doubled each time, and uneven, lest all come back at once."""
         wait = min(self._patience.first_wait * 2**number, LONGEST_WAIT) * random.uniform(0.5, 1.0)
-        return max(wait, failure.retry_after)
+        return max(wait, min(failure.retry_after, self._patience.timeout))
 
     def _take(self) -> _Server:
         """The best server for a request, which is counted as in flight until it is given back."""
