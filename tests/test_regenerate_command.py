@@ -50,12 +50,12 @@ def basic(target, tmp_path):
     return [f"--target={target[0]}", f"--prompts={tmp_path}/prompts.jsonl", f"--max_new_tokens={BUDGET}"]
 
 
-def _run(*arguments: str) -> str:
+def _run(*arguments: str, say=lambda line: None) -> str:
     """The command in this process."""
     values = flags.FlagValues()
     regenerate.define_flags(values)
     values(["regenerate", *arguments])
-    return regenerate.run(values, say=lambda line: None)
+    return regenerate.run(values, say=say)
 
 
 def _command(*arguments: str) -> subprocess.CompletedProcess:
@@ -124,7 +124,9 @@ def test_servers_answer_in_the_place_of_our_engine(basic, tmp_path, ids):
 
     with StubServer(script, models=[{"id": "served", "max_model_len": 1000}]) as server:
         arguments = [*basic, f"--out={out}", f"--server={server.url}/v1", "--max_new_tokens=40"]
-        table = _run(*arguments, "--temperature=0.5", "--top_k=7", '--server_arguments={"priority": 1}')
+        arguments += ["--temperature=0.5", "--top_k=7", '--server_arguments={"priority": 1}']
+        said: list[str] = []
+        table = _run(*arguments, say=said.append)
     chats, _ = records.read_chats(out, strict=True)
     assert [row.id for row in chats] == CONTENTS
     for row in chats:
@@ -132,8 +134,9 @@ def test_servers_answer_in_the_place_of_our_engine(basic, tmp_path, ids):
         assert (row.answer_ids, row.finish_reason) == spoken(TOKENIZER, row.prompt_ids)[:2]
     shared = {"model": "served", "temperature": 0.5, "top_k": 7, "max_tokens": 40, "priority": 1}
     assert all(body.items() >= shared.items() for body in seen) and len({body["seed"] for body in seen}) == 5
-    said = "token ids as the server sampled them: 5" if ids else "token ids of the server's text, which may differ"
-    assert said in table
+    assert ("token ids as the server sampled them: 5" in table) == ids
+    assert ("token ids of the server's text, which may differ from those it sampled: 5" in table) != ids
+    assert ["note: token ids of the server's text" in line for line in said].count(True) == (not ids)
     meta = json.loads(Path(f"{out}.meta.json").read_text())
     assert meta["counts"]["ids_from"] == {"server" if ids else "text": 5} and meta["server_model"] == "served"
 

@@ -133,12 +133,15 @@ def _answer(
         say(f"{done} of {len(prompts)} rows were answered before")
     reasons: dict[str, str] = {}
     start, rows, tokens = time.monotonic(), 0, 0
-    said = start
+    said, warned = start, False
     with contextlib.closing(engine(prompts, log.answers)) as batches:
         for batch in batches:
             answers = [(name, outcome) for name, outcome in batch if isinstance(outcome, Answer)]
             if answers:
                 log.append(answers)
+            if not warned and any(answer.ids_from == "text" for _, answer in answers):
+                warned = True
+                say(f"note: {_IDS_FROM['text']}")
             reasons |= {name: outcome.reason for name, outcome in batch if isinstance(outcome, NoAnswer)}
             rows += len(batch)
             tokens += sum(len(answer.tokens) for _, answer in answers)

@@ -18,7 +18,7 @@ _NO_CHARACTER = "\ufffd"  # what decoding puts in the place of bytes that are no
 
 @dataclasses.dataclass(frozen=True)
 class Completions:
-    """Requests with one set of settings.
+    """Requests with one set of settings, and their answers. For any number of threads.
 
     model: as the server calls it. tokenizer, embedding_rows, stop_token_ids: the target's. max_new_tokens, temperature,
     top_p, top_k: as for `dflash_jax.generate`. fields: further ones of the request; one that is None is left out.
@@ -73,9 +73,9 @@ class Completions:
             tokens, ids_from = self._tokenised(text, reason), "text"
         else:
             tokens, ids_from = self._sampled(choice, prompt_ids, text), "server"
-        if any(token in self.stop_token_ids for token in tokens):
-            first = next(i for i, token in enumerate(tokens) if token in self.stop_token_ids)
-            tokens, reason = tokens[: first + 1], "stop"
+        stop = next((i for i, token in enumerate(tokens) if token in self.stop_token_ids), None)
+        if stop is not None:
+            tokens, reason = tokens[: stop + 1], "stop"
         elif reason == "stop":
             tokens = [*tokens, self._stop_token(choice)]
         if not tokens:

@@ -12,16 +12,20 @@ is given again; until it is done, answers are kept in OUT.part.
 
 Without --server our own engine answers; a --drafter changes no token, greedy or sampled (but near-ties in bfloat16),
 and is faster where drafting pays. With --server any OpenAI-compatible server does (vLLM, SGLang …) that serves the same
-target: --target is needed all the same, for its tokenizer, template and fingerprint. Prompts are sent as token ids.
+target and takes prompts of token ids: --target is needed all the same, for its tokenizer, template and fingerprint.
 vLLM and SGLang return the ids that they sampled; of servers that don't, the text is tokenised, and the report says so.
 For servers that refuse unknown fields, --server_arguments '{"return_token_ids": null}' leaves one out. Each row has a
 seed of its own, which makes it repeatable as far as the server honours seeds.
+
+Prompts and answers are held in memory, token for token in Python lists: for more than some 10⁸ tokens, split the
+prompts.
 """
 
 import functools
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from absl import app, flags
@@ -117,7 +121,7 @@ def run(flag: flags.FlagValues, say: Callable[[str], None] = print) -> str:
         template_arguments=template_arguments,
         system=flag.system,
     )
-    notes = {"target": flag.target, "prompts": os.path.basename(flag.prompts), "drafter": flag.drafter}
+    notes = {"target": flag.target, "prompts": Path(flag.prompts).name, "drafter": flag.drafter}
     return answer_into(flag.out, prompts, report, engine, target.tokenizer, settings, notes=notes, say=say)
 
 

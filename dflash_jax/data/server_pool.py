@@ -178,15 +178,16 @@ class ServerPool:
 
     def _ask(self, prompt: EncodedPrompt, stopped: threading.Event) -> Answer | NoAnswer:
         """Tries until there is an answer or the tries are used up."""
-        outcome = self._try(prompt)
-        for number in range(self._patience.retries):
+        retries = 0
+        while True:
+            outcome = self._try(prompt)
             if isinstance(outcome, Answer):
                 return outcome
-            if outcome.kind is Failure.REQUEST or stopped.wait(self._wait_before_retry(number, outcome)):
+            if outcome.kind is Failure.REQUEST or retries == self._patience.retries:
                 break
-            outcome = self._try(prompt)
-        if isinstance(outcome, Answer):
-            return outcome
+            if stopped.wait(self._wait_before_retry(retries, outcome)):
+                return NoAnswer("the run has ended")
+            retries += 1
         if outcome.kind is not Failure.REQUEST and not any(self._works(server) for server in self._servers):
             raise ServersFailed(f"no server answers any more: {outcome}. Answers are kept: run the same command again")
         self._say(f"gave up prompt {prompt.name}: {outcome}")
