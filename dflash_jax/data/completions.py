@@ -1,8 +1,8 @@
 """The OpenAI completions protocol: what is asked of a server, and the answer's token ids, checked.
 
-A prompt is sent as token ids, so the server reads exactly those. vLLM (since 0.10.2) and SGLang (since July 2026)
-return the ids that they sampled when asked (`return_token_ids`). Of other servers the text is tokenised: most often,
-but not always, these are the ids that were sampled.
+A prompt is sent as token ids, so the server reads exactly those. vLLM (since 2025) and SGLang (since July 2026) return
+the ids that they sampled when asked (`return_token_ids`). Of other servers the text is tokenised: most often, but not
+always, these are the ids that were sampled.
 """
 
 import dataclasses
