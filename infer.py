@@ -8,7 +8,7 @@ Wrong flags, files or checkpoints: status 2 and a message.
 """
 
 import sys
-from typing import Any, Literal
+from typing import Any
 
 from absl import app, flags, logging
 
@@ -61,6 +61,7 @@ def main(argv: list[str]) -> None:
 
 def _run() -> bool:
     from dflash_jax import load_drafter, load_target, stream
+    from dflash_jax.decoding.request import width_from_flag
     from dflash_jax.evaluation.compare import compare
 
     placed: dict[str, Any] = {"dtype": FLAGS.dtype, "mesh": _mesh(FLAGS.tensor_parallel)}
@@ -71,7 +72,7 @@ def _run() -> bool:
         if target.tokenizer is None:
             raise ValueError(f"target {target.source} has no tokenizer; --raw can't encode text")
         prompt = target.tokenizer.encode(FLAGS.prompt)
-    width = _width(FLAGS.width)
+    width = width_from_flag(FLAGS.width)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "proposals")
     options = {name: FLAGS[name].value for name in names}
     text = stream(target, prompt, drafter=drafter, width=width, **options)
@@ -96,15 +97,6 @@ def _mesh(devices: int):
     if devices > len(jax.devices()):
         raise ValueError(f"--tensor_parallel={devices}: there are {len(jax.devices())} devices")
     return make_mesh(tensor=devices, devices=jax.devices()[:devices]) if devices > 1 else None
-
-
-def _width(text: str | None) -> int | Literal["adaptive"] | None:
-    if text is None or text == "adaptive":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"--width={text}: give a number of slots, or adaptive") from None
 
 
 def _parse(argv: list[str]) -> list[str]:

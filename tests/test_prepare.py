@@ -23,7 +23,7 @@ from dflash_jax.data.rows import TrainingRow, make_rows
 from dflash_jax.data.turns import TurnRenderer
 
 TOKENIZER = tiny_tokenizer("qwen3")
-TARGET = TargetDescription(TOKENIZER, 400, "f" * 16, "tiny")
+TARGET = TargetDescription(TOKENIZER, 400, "f" * 16, "tiny", (TOKENIZER.eos_token_id,), 1024)
 OFF = {"enable_thinking": False}
 SETTINGS = prepare.PrepareSettings(template_arguments=OFF, max_length=64, heldout=0.25)
 

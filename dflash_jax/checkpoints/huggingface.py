@@ -101,7 +101,7 @@ def load_target(source: str | Path, *, dtype: str | None = "float32", mesh: Mesh
         model=model,
         config=config,
         tokenizer=tokenizer,
-        stop_token_ids=_stop_token_ids(folder, raw_config, tokenizer),
+        stop_token_ids=stop_token_ids_of(folder, raw_config, tokenizer),
         source=str(source),
         fingerprint=fingerprint(folder),
     )
@@ -223,7 +223,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
 
 
-def _stop_token_ids(folder: Path, raw_config: dict, tokenizer: PreTrainedTokenizerFast | None) -> tuple[int, ...]:
+def stop_token_ids_of(folder: Path, raw_config: dict, tokenizer: PreTrainedTokenizerFast | None) -> tuple[int, ...]:
+    """Ascending union of what generation config, config.json and tokenizer call end of sequence."""
     generation = folder / "generation_config.json"
     sources = {
         "generation_config.json": read_json(generation).get("eos_token_id") if generation.exists() else None,

@@ -1,7 +1,8 @@
 """An append-only file of answers that survives being killed at any moment.
 
-The first line holds the settings, every later line one batch: {"answers": [[id, tokens, finish_reason], …]}. A batch is
-one write followed by fsync, so a kill leaves at most one unfinished line at the end; opening the log again cuts it off.
+The first line holds the settings, every later line one batch: {"answers": [[id, tokens, finish_reason, ids_from], …]}.
+A batch is one write followed by fsync, so a kill leaves at most one unfinished line at the end; opening the log again
+cuts it off.
 """
 
 import fcntl
@@ -9,11 +10,21 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
-
-Answer = tuple[list[int], str]
+from typing import Any, NamedTuple, Self
 
 _KIND = "dflash_jax answers, one batch a line"
+
+
+class Answer(NamedTuple):
+    """What the target said.
+
+    tokens: with the stop token that ended it. finish_reason: "stop" or "length". ids_from: who knew the token ids,
+    "engine" (ours), "server", or "text" when they are those of the text that a server returned.
+    """
+
+    tokens: list[int]
+    finish_reason: str
+    ids_from: str = "engine"
 
 
 class AnswerLog:
@@ -43,7 +54,7 @@ class AnswerLog:
 
     def append(self, answers: Sequence[tuple[str, Answer]]) -> None:
         """Adds the answers of one batch; when this returns they are on disk."""
-        self._write({"answers": [[name, tokens, reason] for name, (tokens, reason) in answers]})
+        self._write({"answers": [[name, *answer] for name, answer in answers]})
         self.answers.update(answers)
 
     def _lock(self) -> None:
@@ -69,7 +80,7 @@ class AnswerLog:
                 header = entry
                 self._check_header(header, settings)
             else:
-                self.answers.update((name, (tokens, reason)) for name, tokens, reason in entry["answers"])
+                self.answers.update((name, Answer(*answer)) for name, *answer in entry["answers"])
             good += len(line)
         if header is None and self._has_a_whole_line():
             raise ValueError(f"{self.path} is not a log of answers; move it away or choose another --out")

@@ -77,8 +77,8 @@ def render_text(
     return text
 
 
-def arguments_from_flag(text: str) -> dict[str, Any]:
-    """Template arguments from the text of the flag --template_arguments.
+def arguments_from_flag(text: str, name: str = "template_arguments") -> dict[str, Any]:
+    """Template arguments from the text of the flag --template_arguments, or those of another flag of JSON.
 
     Raises:
       ValueError: it is not a JSON object.
@@ -86,9 +86,9 @@ def arguments_from_flag(text: str) -> dict[str, Any]:
     try:
         arguments = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"--template_arguments={text!r} is not JSON: {error}") from error
+        raise ValueError(f"--{name}={text!r} is not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise ValueError(f'--template_arguments={text!r} is not a JSON object such as {{"enable_thinking": false}}')
+        raise ValueError(f'--{name}={text!r} is not a JSON object such as {{"enable_thinking": false}}')
     return arguments
 
 

@@ -26,7 +26,7 @@ from dflash_jax.data import presets, records
 from dflash_jax.data.chat_template import arguments_from_flag
 from dflash_jax.data.prepared import PreparedRow, write_prepared
 from dflash_jax.data.preview import preview, wants_colour
-from dflash_jax.data.provenance import check_made_for, meta_path, tokenizer_hash
+from dflash_jax.data.provenance import check_made_for, file_hash, meta_path, tokenizer_hash
 from dflash_jax.data.report import ReadReport
 from dflash_jax.data.rows import Source, make_rows
 from dflash_jax.data.turns import TurnRenderer
@@ -76,9 +76,7 @@ def prepare(
       BadRowsError: strict, and there are bad rows; nothing is written.
       ValueError: sources or settings are wrong, the chats were made for another target, or no row is left.
     """
-    found = presets.find_preset(preset, chats)
-    if found.is_evaluation:
-        raise ValueError(f"{preset or chats} is a set of prompts to evaluate with, not of chats to train on")
+    found = presets.find_training_preset(preset, chats)
     paths = presets.find_files(chats, found)
     hash_of_tokenizer = tokenizer_hash(target.tokenizer)
     _check_regenerated(paths, target.fingerprint, hash_of_tokenizer, settings.template_arguments)
@@ -88,7 +86,7 @@ def prepare(
         "tokenizer_sha256": hash_of_tokenizer,
         **dataclasses.asdict(settings),
         "chats": chats,
-        "files": {path.name: _file_hash(path) for path in paths},
+        "files": {path.name: file_hash(path) for path in paths},
     }
     report = ReadReport(f"{chats} → {out}")
     renderer = TurnRenderer(target.tokenizer, template_arguments=settings.template_arguments)
@@ -150,11 +148,6 @@ def _check_regenerated(paths: list[Path], fingerprint: str, tokenizer_sha256: st
                 f"{path} was regenerated with template_arguments={made.get('template_arguments')}, and "
                 f"--template_arguments={json.dumps(dict(arguments))}; they must be the same, as in serving"
             )
-
-
-def _file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _define_flags() -> None:

@@ -7,7 +7,7 @@ prompt: `wording` holds templates over the fields of a row, of which the first c
 import dataclasses
 import importlib.metadata
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +142,30 @@ def read_prompts(
       ValueError: there is no such source or preset, or a file is damaged.
     """
     found = find_preset(preset, source)
+    return read_prompt_files(source, find_files(source, found), found, strict=strict, limit=limit)
+
+
+def read_prompt_files(
+    source: str,
+    paths: Sequence[Path],
+    preset: Preset,
+    *,
+    strict: bool = False,
+    limit: int | None = None,
+    unique_ids: bool = False,
+) -> tuple[list[Conversation], ReadReport]:
+    """Reads the prompts of files that `find_files` found; arguments and errors as of `read_prompts`.
+
+    unique_ids: refuse rows whose id occurred before, in whichever file.
+    """
     report = ReadReport(source)
-    prompts = []
-    for path in find_files(source, found):
+    prompts, seen = [], set[str]() if unique_ids else None
+    for path in paths:
         left = None if limit is None else limit - report.rows_in
-        prompts += iterate(path, found.prompt_parser(), report, limit=left, id_field=found.id_field)
+        # A row without an id is called after its number, which several files have.
+        prefix = f"{path.name}:" if len(paths) > 1 else ""
+        parse = preset.prompt_parser()
+        prompts += iterate(path, parse, report, limit=left, id_field=preset.id_field, prefix=prefix, seen=seen)
     report.rows_out = len(prompts)
     check_strict(report, strict)
     return prompts, report
@@ -162,6 +181,18 @@ def find_preset(name: str | None, source: str) -> Preset:
         raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
     by_hub_id = {preset.hub_id.lower(): preset for preset in PRESETS.values()}
     return PRESETS[name] if name else PRESETS.get(source) or by_hub_id.get(source.lower(), CHATS)
+
+
+def find_training_preset(name: str | None, source: str) -> Preset:
+    """As `find_preset`, for what is to be trained on.
+
+    Raises:
+      ValueError: no preset has the name, or it is of prompts to evaluate with.
+    """
+    found = find_preset(name, source)
+    if found.is_evaluation:
+        raise ValueError(f"{name or source} is a set of prompts to evaluate with, not of chats to train on")
+    return found
 
 
 def find_files(source: str, preset: Preset) -> list[Path]:

@@ -15,6 +15,12 @@ def tokenizer_hash(tokenizer) -> str:
     return hashlib.sha256((tokenizer.backend_tokenizer.to_str() + template).encode()).hexdigest()
 
 
+def file_hash(path: Path) -> str:
+    """A hash of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def meta_path(out: str | Path) -> Path:
     """Where the settings and counts of a file of regenerated chats are kept."""
     return Path(f"{out}.meta.json")

@@ -93,7 +93,8 @@ def iterate(
     *,
     limit: int | None = None,
     id_field: str = "id",
-    unique_ids: bool = False,
+    prefix: str = "",
+    seen: set[str] | None = None,
 ) -> Iterator[T]:
     """Yields what `parse` makes of each row, holding one at a time; what it refuses goes to the report.
 
@@ -103,26 +104,26 @@ def iterate(
       report: rows_in and skipped are brought up to date; rows_out is the caller's, who may refuse more.
       limit: read no more than so many rows, bad ones counted.
       id_field: the field with the row's id; a row without is called after its number.
-      unique_ids: refuse an id that occurred before.
+      prefix: stands before such a number.
+      seen: ids that occurred before, which are refused; those of the rows kept are added.
 
     Raises:
       ValueError: the file is missing, of another kind, or cut short.
     """
-    names: set[str] = set()
     for line, raw in itertools.islice(files.read_rows(path), limit):
         report.rows_in += 1
         name = None
         try:
             row = _row_of(raw)
-            name = _name_of(row, line, id_field)
-            if name in names:
+            name = _name_of(row, f"{prefix}line-{line}", id_field)
+            if seen is not None and name in seen:
                 raise RowError("its id occurs twice")
             parsed = parse(row, line, name)
         except RowError as error:
             report.skipped.append(SkippedRow(line, name, str(error)))
             continue
-        if unique_ids:
-            names.add(name)
+        if seen is not None:
+            seen.add(name)
         yield parsed
 
 
@@ -163,7 +164,7 @@ def training_row_of(row: Mapping[str, Any], line: int, name: str) -> Conversatio
 
 def _read(path: str | Path, parse: Parse[T], strict: bool, limit: int | None = None) -> tuple[list[T], ReadReport]:
     report = ReadReport(source=str(path))
-    kept = list(iterate(path, parse, report, limit=limit, unique_ids=True))
+    kept = list(iterate(path, parse, report, limit=limit, seen=set()))
     report.rows_out = len(kept)
     check_strict(report, strict)
     return kept, report
@@ -189,9 +190,9 @@ def _row_of(raw: Any) -> dict:
     return row
 
 
-def _name_of(row: dict, line: int, id_field: str) -> str:
+def _name_of(row: dict, default: str, id_field: str) -> str:
     name = row.get(id_field)
-    name = f"line-{line}" if name is None else name
+    name = default if name is None else name
     if not isinstance(name, str | int):
         raise RowError(f'"{id_field}" is neither text nor a number')
     if not isinstance(row.get("split") or "", str):

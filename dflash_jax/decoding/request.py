@@ -123,6 +123,20 @@ def cache_bucket(length: int) -> int:
     return size
 
 
+def width_from_flag(text: str | None) -> Width:
+    """The width that a command's --width asks for.
+
+    Raises:
+        ValueError: it is neither a number nor "adaptive".
+    """
+    if text is None or text == "adaptive":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"--width={text}: give a number of slots, or adaptive") from None
+
+
 def _widest(options: Options, trained: int) -> int:
     """The width that rounds may have at most."""
     width = trained if options.width in (None, "adaptive") else options.width

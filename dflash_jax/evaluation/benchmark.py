@@ -28,7 +28,7 @@ from dflash_jax.cli import exit_with, settings_from_flags
 from dflash_jax.config_parts import ConfigError
 from dflash_jax.data.chat_template import arguments_from_flag
 from dflash_jax.data.presets import read_prompts
-from dflash_jax.data.regenerate import encode_prompts
+from dflash_jax.data.prompts import encode_prompts
 from dflash_jax.decoding.generate import Generation, generate
 from dflash_jax.evaluation.benchmark_config import PARTS, BenchmarkConfig, DecodingConfig, to_benchmark
 from dflash_jax.evaluation.benchmark_results import Arm, Cell, PromptSet, Results

@@ -97,8 +97,8 @@ def _define_flags() -> None:
 
 def _run(flag: flags.FlagValues) -> bool:
     from dflash_jax.checkpoints.huggingface import load_drafter, load_target
+    from dflash_jax.data.prompts import encode_prompts
     from dflash_jax.data.records import read_prompts
-    from dflash_jax.data.regenerate import encode_prompts
 
     target = load_target(flag.target, dtype=flag.dtype)
     drafter = load_drafter(flag.drafter, target=target, dtype=flag.dtype)

@@ -1,4 +1,4 @@
-"""Regeneration: every prompt answered once, whatever kills the run; the file says what the target said."""
+"""Prompts answered into a file: each once, whatever kills the run; the file says what the target said."""
 
 import gzip
 import json
@@ -10,27 +10,17 @@ import time
 from pathlib import Path
 
 import pytest
+from answer_runs import SETTINGS, answer_all
 from tiny_tokenizer import tiny_tokenizer
 
-from dflash_jax.data import chat, records, regenerate
-from dflash_jax.data.answer_log import AnswerLog
+from dflash_jax.data import answering, chat, records
+from dflash_jax.data.answer_log import Answer, AnswerLog
 from dflash_jax.data.chat_template import ChatTemplateError
-
-SETTINGS = {"target_fingerprint": "abc", "max_new_tokens": 8, "template_arguments": {"enable_thinking": False}}
-COLOURS = ["red", "green", "blue", "a rather longer name of a colour", "grey"]
-
-
-def _write_prompts(path: Path, count: int) -> Path:
-    content = [f"Say {COLOURS[i % 5]} {i}." for i in range(count)]
-    rows = [
-        {"id": f"p{i}", "split": "train", "messages": [{"role": "user", "content": c}]} for i, c in enumerate(content)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+from dflash_jax.data.prompts import encode_prompts, row_seed
 
 
 class StubEngine:
-    """Answers with the last prompt tokens reversed, then end of turn; every fifth is cut off by the budget."""
+    """Answers a group with the last prompt tokens reversed, then end of turn; every fifth is cut off by the budget."""
 
     def __init__(self, tokenizer, fail_after: int | None = None):
         self.stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -43,7 +33,7 @@ class StubEngine:
         assert len(prompts) == len(seeds)
         self.batches.append(prompts)
         return [
-            ([*ids[:2:-1][:6]], "length") if sum(ids) % 5 == 0 else ([*ids[:2:-1][:4], self.stop], "stop")
+            Answer(ids[:2:-1][:6], "length") if sum(ids) % 5 == 0 else Answer([*ids[:2:-1][:4], self.stop], "stop")
             for ids in prompts
         ]
 
@@ -53,15 +43,10 @@ def tokenizer():
     return tiny_tokenizer("qwen2_5")
 
 
-def _regenerate(
-    folder: Path, tokenizer, engine, count=23, batch_size=4, settings=SETTINGS, out="chats.jsonl.gz", **options
-):
-    conversations, report = records.read_prompts(_write_prompts(folder / "prompts.jsonl", count))
-    prompts = regenerate.encode_prompts(tokenizer, conversations, report, max_prompt_length=200)
-    options = {"say": lambda line: None} | options
-    return regenerate.regenerate(
-        folder / out, prompts, report, engine, tokenizer, settings, batch_size=batch_size, **options
-    )
+def _regenerate(folder: Path, tokenizer, generate, batch_size=1, seed=0, **options):
+    """Has prompts answered in groups, of four at a batch size of 1."""
+    engine = answering.in_groups(generate, batch_size=batch_size, seed=seed)
+    return answer_all(folder, tokenizer, engine, **options)
 
 
 def test_rows_are_in_input_order_and_say_what_the_engine_said(tmp_path, tokenizer):
@@ -73,29 +58,31 @@ def test_rows_are_in_input_order_and_say_what_the_engine_said(tmp_path, tokenize
     for row in chats:
         serving = chat.render(tokenizer, row.messages[:-1], add_generation_prompt=True)
         assert row.prompt_ids == serving
-        ((answer, reason),) = StubEngine(tokenizer)([serving], [0])
+        ((answer, reason, _),) = StubEngine(tokenizer)([serving], [0])
         assert (row.answer_ids, row.finish_reason) == (answer, reason)
         assert row.messages[-1]["content"] == tokenizer.decode(answer, skip_special_tokens=True)
         assert row.split == "train"
     meta = json.loads((tmp_path / "chats.jsonl.gz.meta.json").read_text())
     assert meta["template_arguments"] == {"enable_thinking": False} and meta["counts"]["rows_out"] == 23
     assert meta["counts"]["answer_tokens"] == sum(len(row.answer_ids) for row in chats)
-    assert f"{meta['counts']['answer_tokens']:,} answer tokens" in table
+    assert f"{meta['counts']['answer_tokens']:,} answer tokens" in table and "token ids from the engine: 23" in table
+    assert meta["counts"]["ids_from"] == {"engine": 23}
     assert not list(tmp_path.glob("*.part")) and not list(tmp_path.glob("*.tmp"))
 
 
-def test_batches_are_full_and_hold_neighbours_in_length():
+def test_groups_are_full_and_hold_neighbours_in_length():
     lengths = [7, 1, 5, 3, 9, 2, 8, 4, 6, 10]
-    assert [[lengths[row] for row in batch] for batch in regenerate.plan_batches(lengths, 4)] == [
+    assert answering.GROUP_BATCHES == 4
+    assert [[lengths[row] for row in group] for group in answering.plan_groups(lengths, 1)] == [
         [1, 2, 3, 4],
         [5, 6, 7, 8],
         [9, 10],
     ]
-    window = 4 * regenerate.WINDOW_BATCHES
-    many = regenerate.plan_batches([(i * 7919) % 101 for i in range(3 * window + 5)], 4)
-    assert sorted(row for batch in many for row in batch) == list(range(3 * window + 5))
-    assert {len(batch) for batch in many[:-1]} == {4} or [len(b) for b in many[-2:]] == [4, 1]
-    assert all(len({row // window for row in batch}) == 1 for batch in many)
+    window = 3 * answering.WINDOW_BATCHES
+    many = answering.plan_groups([(i * 7919) % 101 for i in range(3 * window + 5)], 3)
+    assert sorted(row for group in many for row in group) == list(range(3 * window + 5))
+    assert {len(group) for group in many[:-1]} == {12} and len(many[-1]) == 5
+    assert all(len({row // window for row in group}) == 1 for group in many)
 
 
 def test_resuming_repeats_and_loses_nothing(tmp_path, tokenizer):
@@ -118,16 +105,16 @@ def test_resuming_repeats_and_loses_nothing(tmp_path, tokenizer):
 
 def test_another_batch_size_resumes_too(tmp_path, tokenizer):
     with pytest.raises(KeyboardInterrupt):
-        _regenerate(tmp_path, tokenizer, StubEngine(tokenizer, fail_after=2), batch_size=4)
+        _regenerate(tmp_path, tokenizer, StubEngine(tokenizer, fail_after=2), batch_size=1)
     engine = StubEngine(tokenizer)
-    _regenerate(tmp_path, tokenizer, engine, batch_size=3)
+    _regenerate(tmp_path, tokenizer, engine, batch_size=2)
     assert sum(map(len, engine.batches)) == 23 - 8
     assert len(records.read_chats(tmp_path / "chats.jsonl.gz", strict=True)[0]) == 23
 
 
 def test_log_recovers_from_a_cut_at_any_byte(tmp_path):
     path = tmp_path / "log.part"
-    batches = [[("a", ([1, 2], "stop")), ("b", ([3], "length"))], [("é", ([4], "stop"))]]
+    batches = [[("a", Answer([1, 2], "stop")), ("b", Answer([3], "length", "text"))], [("é", Answer([4], "stop"))]]
     with AnswerLog(path, SETTINGS) as log:
         for batch in batches:
             log.append(batch)
@@ -141,6 +128,15 @@ def test_log_recovers_from_a_cut_at_any_byte(tmp_path):
             for batch in batches[complete:]:
                 log.append(batch)
         assert path.read_bytes() == data
+
+
+def test_log_of_before_answers_said_where_their_ids_come_from(tmp_path):
+    path = tmp_path / "log.part"
+    AnswerLog(path, SETTINGS).__exit__()
+    with path.open("a") as file:
+        file.write('{"answers": [["a", [1, 2], "stop"]]}\n')
+    with AnswerLog(path, SETTINGS) as log:
+        assert log.answers == {"a": Answer([1, 2], "stop", "engine")}
 
 
 def test_log_refuses_other_settings_other_files_and_a_second_owner(tmp_path):
@@ -174,36 +170,47 @@ def test_finished_file_is_left_alone_or_refused(tmp_path, tokenizer):
 
 def test_prompts_that_cannot_be_used_and_empty_answers_are_reported(tmp_path, tokenizer):
     path = tmp_path / "prompts.jsonl"
-    contents = {"fine": "Say red.", "long": "word " * 300, "mute": "Say nothing."}
+    contents = {"fine": "Say red.", "long": "word " * 300, "mute": "Say nothing.", "lost": "?"}
     rows = [{"id": name, "messages": [{"role": "user", "content": c}]} for name, c in contents.items()]
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, []]))
     conversations, report = records.read_prompts(path)
-    prompts = regenerate.encode_prompts(tokenizer, conversations, report, max_prompt_length=200, system="Be brief.")
+    prompts = encode_prompts(tokenizer, conversations, report, max_prompt_length=200, system="Be brief.")
     assert tokenizer.decode(prompts[0].ids).startswith("<|im_start|>system\nBe brief.<|im_end|>")
     stop = tokenizer.eos_token_id
-    answers = {tuple(prompts[0].ids): ([70, stop], "stop"), tuple(prompts[1].ids): ([stop], "stop")}
 
-    def engine(ids, seeds):
-        return [answers[tuple(i)] for i in ids]
+    def engine(prompts, answered):
+        yield [("lost", answering.NoAnswer("the engine gave up")), ("mute", Answer([stop], "stop"))]
+        yield [("fine", Answer([70, stop], "stop"))]
 
-    table = regenerate.regenerate(
-        tmp_path / "out.jsonl", prompts, report, engine, tokenizer, SETTINGS, batch_size=2, say=lambda line: None
-    )
-    assert [row.id for row in records.read_chats(tmp_path / "out.jsonl", strict=True)[0]] == ["fine"]
-    assert report.rows_in == 4 == report.rows_out + len(report.skipped)
-    assert {(row.line, row.id) for row in report.skipped} == {(2, "long"), (3, "mute"), (4, None)}
+    out = tmp_path / "out.jsonl"
+    table = answering.answer_into(out, prompts, report, engine, tokenizer, SETTINGS, say=lambda line: None)
+    assert [row.id for row in records.read_chats(out, strict=True)[0]] == ["fine"]
+    assert report.rows_in == 5 == report.rows_out + len(report.skipped)
+    assert {(row.line, row.id) for row in report.skipped} == {(2, "long"), (3, "mute"), (4, "lost"), (5, None)}
     assert "longer than 200 tokens" in table and "no text" in table and "finished by stop: 1" in table
+    assert "row 4 (lost): the engine gave up" in table
+
+
+def test_no_answer_at_all_writes_no_file(tmp_path, tokenizer):
+    def engine(prompts, answered):
+        yield [(prompt.name, answering.NoAnswer("the engine gave up")) for prompt in prompts]
+
+    with pytest.raises(ValueError, match=r"no prompt was answered\n(.*\n)*.*the engine gave up"):
+        answer_all(tmp_path, tokenizer, engine)
+    assert not (tmp_path / "chats.jsonl.gz").exists()
 
 
 def test_no_usable_prompt_and_an_unsafe_template_are_errors(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="no prompt is left"):
-        regenerate.regenerate(tmp_path / "o.jsonl", [], records.ReadReport("x"), None, tokenizer, {}, batch_size=1)
+        answering.answer_into(tmp_path / "o.jsonl", [], records.ReadReport("x"), None, tokenizer, {})
     unsafe = tiny_tokenizer("qwen3", "{{ ''.__class__ }}")
     with pytest.raises(ChatTemplateError, match="__class__"):
-        regenerate.encode_prompts(unsafe, [], records.ReadReport("x"), max_prompt_length=9)
+        encode_prompts(unsafe, [], records.ReadReport("x"), max_prompt_length=9)
 
 
 def test_row_seed_depends_on_the_row_and_the_seed_alone(tmp_path, tokenizer):
+    assert row_seed(1, "a") == row_seed(1, "a") != row_seed(1, "b") != row_seed(2, "a")
+    assert all(0 <= row_seed(0, str(i)) < 2**31 for i in range(100))
     seen: dict[tuple, set] = {}
 
     class Recorder(StubEngine):
@@ -212,7 +219,7 @@ def test_row_seed_depends_on_the_row_and_the_seed_alone(tmp_path, tokenizer):
                 seen.setdefault(tuple(ids), set()).add(seed)
             return super().__call__(prompts, seeds)
 
-    _regenerate(tmp_path, tokenizer, Recorder(tokenizer), batch_size=4, out="a.jsonl", seed=1)
+    _regenerate(tmp_path, tokenizer, Recorder(tokenizer), batch_size=1, out="a.jsonl", seed=1)
     _regenerate(tmp_path, tokenizer, Recorder(tokenizer), batch_size=7, out="b.jsonl", seed=1)
     assert all(len(seeds) == 1 for seeds in seen.values()) and len(set.union(*seen.values())) == 23
     _regenerate(tmp_path, tokenizer, Recorder(tokenizer), out="c.jsonl", seed=2)
@@ -223,7 +230,7 @@ _SLOW_RUN = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-import test_regenerate as t
+import test_answering as t
 tokenizer = t.tiny_tokenizer("qwen2_5")
 class Slow(t.StubEngine):
     def __call__(self, prompts, seeds):
