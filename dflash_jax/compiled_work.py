@@ -116,12 +116,29 @@ class Module:
         """How often a loop runs: as noted by the compiler, or by its condition `counter < constant`."""
         if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
             return int(noted[1])
-        condition = self.computations.get(next(iter(loop.called("condition")), ""), [])
-        root = next((operation for operation in condition if operation.root), None)
+        condition = self._by_name(*loop.called("condition"))
+        root = next((operation for operation in condition.values() if operation.root), None)
         if root is None or root.opcode != "compare" or "direction=LT" not in root.rest:
             return None
-        bounds = [op for op in condition if op.name in root.operands and op.opcode == "constant"]
-        return int(bounds[0].rest.split(")")[0]) if bounds else None
+        bounds = [bound for name in root.operands if (bound := _constant(condition, name)) is not None]
+        counters = [op for name in root.operands if (op := condition.get(name)) and op.opcode == "get-tuple-element"]
+        if not bounds or not counters:
+            return None
+        index = int(re.findall(r"index=(\d+)", counters[0].rest)[0])
+        return math.ceil(bounds[0] / self._step(self._by_name(*loop.called("body")), index))
+
+    def _by_name(self, computation: str) -> dict[str, Operation]:
+        return {operation.name: operation for operation in self.computations.get(computation, [])}
+
+    def _step(self, body: dict[str, Operation], index: int) -> int:
+        """What a loop adds to its counter, which stands at this place of the tuple; unrolled loops add more than 1."""
+        root = next((operation for operation in body.values() if operation.root), None)
+        step, name = 0, root.operands[index] if root is not None and index < len(root.operands) else ""
+        while (operation := body.get(name)) and operation.opcode in ("add", "copy"):
+            added = [constant for other in operation.operands if (constant := _constant(body, other)) is not None]
+            step += sum(added)
+            name = next((other for other in operation.operands if _constant(body, other) is None), "")
+        return max(step, 1)
 
     def _traffic(self, operation: Operation, types: dict[str, str]) -> int:
         """Bytes that an operation reads and writes; of an array that it slices or updates in place, only that part."""
@@ -166,6 +183,13 @@ def _over_links(collective: Operation, kind: str, types: dict[str, str]) -> int:
     sizes = [ITEM_BYTES.get(item, 0) * _size(dims) for item, dims in _ARRAY.findall(collective.type) if dims]
     started = collective.opcode.endswith("-start")  # its type holds what goes in, too
     return sum(sizes) - taken if started and len(sizes) > len(collective.operands) else sum(sizes)
+
+
+def _constant(operations: dict[str, Operation], name: str) -> int | None:
+    operation = operations.get(name)
+    if operation is None or operation.opcode != "constant" or not (value := re.match(r"-?\d+\)", operation.rest)):
+        return None
+    return int(value[0][:-1])
 
 
 def _runs(operation: Operation) -> list[str]:

@@ -150,9 +150,14 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LoggingConfig:
-    """every_steps: how often a line goes to metrics.jsonl and the progress bar."""
+    """every_steps: how often a line goes to metrics.jsonl and the progress bar.
+
+    profile_step: at this step of a process a trace of three steps is written to the run's directory, in profile/, for
+    TensorBoard or Perfetto; None: never.
+    """
 
     every_steps: int = 10
+    profile_step: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +221,7 @@ _AT_LEAST = {
     "evaluation.decode_max_new_tokens": 2,  # the first token belongs to no round
     "evaluation.decode_batch_size": 1,
     "logging.every_steps": 1,
+    "logging.profile_step": 0,
 }
 
 

@@ -55,7 +55,7 @@ def cut_off(trainer: Trainer, directory: Path, step: int = 10) -> Path:
 
 
 def without_clock(lines: list[dict]) -> list[dict]:
-    clocks = ("seconds", "tokens_per_second")
+    clocks = ("seconds", "tokens_per_second", "steps_per_second")
     return [{name: value for name, value in line.items() if name not in clocks} for line in lines]
 
 

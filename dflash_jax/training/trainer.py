@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import json
 import logging
+import operator
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
 from dflash_jax.checkpoints.export import CHECKPOINTS, MADE_WITH
@@ -26,7 +26,9 @@ from dflash_jax.models.family import DrafterConfig, drafter_config_to_dict
 from dflash_jax.processes import StopRequest, agreed, is_first
 from dflash_jax.sharding import mesh_of, on_mesh, place_parameters, to_devices
 from dflash_jax.training.features import OnlineFeatures, RememberedFeatures
+from dflash_jax.training.flops import drafter_flops, feature_flops, peak_flops
 from dflash_jax.training.metrics import BlockSums, report, zero_sums
+from dflash_jax.training.run_record import Profile, write_record
 from dflash_jax.training.setup import narrower, optimizer_of, step_settings
 from dflash_jax.training.step import (
     Batch,
@@ -56,6 +58,15 @@ class Outcome:
     steps: int
     skipped: int
     finished: bool = True
+
+
+class Interval(NamedTuple):
+    """What some steps came to. flops: that they needed."""
+
+    sums: BlockSums
+    steps: int
+    tokens: int
+    flops: float
 
 
 class Trainer:
@@ -121,28 +132,35 @@ class Trainer:
 
     def _run(self, stop: StopRequest) -> Outcome:
         self._resume()
+        if is_first():
+            write_record(self.directory, self.experiment)
         every = self.experiment.logging.every_steps
         bar = tqdm(total=self.steps, initial=self.step, unit="step", dynamic_ncols=True, disable=not is_first())
-        sums, tokens, since = self._nothing_yet(), 0, self.trained_seconds
+        interval, begun_at = self._nothing_yet(), self.trained_seconds
+        profile = Profile(self.experiment, self.directory)
         while not self._done():
             begun = time.perf_counter()
-            batch, new_tokens = self._next_batch()
+            profile.before_step()
+            batch, tokens = self._next_batch()
             settings = self._step_settings()
             self.state, new = train_step(self.state, self.tables, batch, settings=settings, optimizer=self.optimizer)
             jax.block_until_ready(new)
             self.trained_seconds = agreed(self.trained_seconds + time.perf_counter() - begun)
-            sums, tokens = jax.tree.map(jnp.add, sums, new), tokens + new_tokens
+            new = Interval(new, 1, tokens, self._needed_flops(batch, settings))
+            interval = jax.tree.map(operator.add, interval, new)
             bar.update()
             if self.step % every == 0 or self._done():
-                self._log(bar, sums, tokens / (self.trained_seconds - since))
-                sums, tokens, since = self._nothing_yet(), 0, self.trained_seconds
+                self._log(bar, interval, self.trained_seconds - begun_at)
+                interval, begun_at = self._nothing_yet(), self.trained_seconds
             if self._due(self.experiment.evaluation.every_steps):
                 self._evaluate()
             if self._due(self.experiment.checkpoint.every_steps):
                 self._save()
             if stop.reached(self.step) and not self._done():
+                profile.close()
                 return self._interrupted()
         bar.close()
+        profile.close()
         return self._finish()
 
     @property
@@ -154,8 +172,17 @@ class Trainer:
         """Of the next step: the first ones may train on narrower blocks."""
         return self.narrow_settings if self.step < self.experiment.training.narrow_steps else self.settings
 
-    def _nothing_yet(self) -> BlockSums:
-        return zero_sums(self._step_settings().width)
+    def _nothing_yet(self) -> Interval:
+        return Interval(zero_sums(self._step_settings().width), 0, 0, 0.0)
+
+    def _needed_flops(self, batch: Batch, settings: StepSettings) -> float:
+        """Of one step; see training/flops.py."""
+        parts, rows, length = batch.tokens.shape
+        flops = drafter_flops(self.drafter_config, parts * rows, length, settings.anchors, settings.width)
+        if isinstance(self.features, OnlineFeatures):
+            layers = max(self.drafter_config.target_layer_ids) + 1
+            flops += feature_flops(self.target.config, layers, parts * rows, length)
+        return flops
 
     def _due(self, every_steps: int) -> bool:
         """Whether something is due that happens every so many steps; at the end it happens anyway."""
@@ -177,8 +204,16 @@ class Trainer:
         whole = Batch(tokens, loss_mask, rows, features.taps, features.hidden)
         return micro_batches(whole, parts), int(batch["length_B"].sum())
 
-    def _log(self, bar: tqdm, sums: BlockSums, tokens_per_second: float) -> None:
-        metrics = report(sums) | {"tokens_per_second": tokens_per_second, "skipped_steps": int(self.state.skipped)}
+    def _log(self, bar: tqdm, interval: Interval, seconds: float) -> None:
+        tokens_per_second = interval.tokens / seconds
+        metrics = report(interval.sums) | {
+            "tokens_per_second": tokens_per_second,
+            "steps_per_second": interval.steps / seconds,
+            "skipped_steps": int(self.state.skipped),
+        }
+        device = jax.devices()[0].device_kind
+        if (peak := peak_flops(device)) is not None:
+            metrics["mfu"] = interval.flops / seconds / jax.device_count() / peak
         slots = " ".join(f"{accuracy:.2f}" for accuracy in metrics["position_accuracy"])
         bar.set_postfix_str(
             f"loss {metrics['loss']:.3f}, accepted {metrics['accepted_prefix']:.2f}, by slot {slots}, "
