@@ -1,5 +1,6 @@
 """Settings that every test shares, made before jax starts."""
 
+import gc
 import os
 
 import pytest
@@ -7,8 +8,15 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # parity with torch needs full float32 products
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
-# Programs of tiny models run for milliseconds: LLVM's optimiser would take longer than all they compute.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Programs of tiny models run for milliseconds: LLVM's optimiser would take longer than all they compute. The older
+# emitters give LLVM half as much code to translate.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+
+
+def pytest_collection_finish():
+    """Modules stay: the garbage collector need not walk them again and again, and may come more seldom."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import scipy.stats
 from small_models import random_drafter, random_target
 
+from dflash_jax.decoding import request
 from dflash_jax.decoding.generate import generate
 
 V = 5
@@ -48,9 +50,14 @@ def exact_joint(temperature: float, top_k: int | None = None, top_p: float | Non
 
 def drawn_counts(drafter, temperature: float, seed: int) -> tuple[np.ndarray, list]:
     """How often each continuation was drawn, [V, V, V], and the results."""
-    options = {"max_new_tokens": 3, "temperature": temperature, "seed": seed}
-    results = generate(TARGET, [PROMPT] * DRAWS, drafter=drafter, **options)
+    results = draw_many(DRAWS, drafter, temperature=temperature, seed=seed)
     return counted(results), results
+
+
+def draw_many(draws: int, drafter, **options) -> list:
+    """So many texts of three tokens behind PROMPT, which is padded to four tokens: thousands of rows feel 32."""
+    with mock.patch.object(request, "SHORTEST_PROMPT_BUCKET", 4):
+        return generate(TARGET, [PROMPT] * draws, drafter=drafter, max_new_tokens=3, **options)
 
 
 def counted(results) -> np.ndarray:

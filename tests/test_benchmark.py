@@ -159,7 +159,7 @@ def test_the_other_tables_hold_concurrency_and_slots(folder, done, results):
         assert line["Break-even τ"] == f"{cell['break_even']:.2f}"
         assert line["Identical texts"] == "3 of 3"
     assert [row[3] for row in rows[:2]] == ["1", "3"]  # of one set, temperature and width
-    header, *rows = table_under(done.stdout, "Share of rounds that accept a slot, batch 1")
+    header, *rows = table_under(done.stdout, "Slots accepted, of the rounds that verified them, batch 1")
     assert header[-4:] == ["Accepted/drafted", "Slot 1", "Slot 2", "Slot 3"]
     narrow, wide = rows[:2]
     assert narrow[-2:] == ["–", "–"] and "–" not in wide

@@ -15,7 +15,7 @@ DEVICES = 8
 def test_batch_and_heads_may_be_divided(backend):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
     program = subprocess.run([sys.executable, __file__, backend], env=environment, capture_output=True, text=True)

@@ -125,4 +125,7 @@ def test_layers_of_a_step_share_the_lists():
 
         return jax.jit(all_layers).lower(starts, ends).compile().as_text()
 
-    assert lists(3).count(" scatter(") == lists(1).count(" scatter(") > 0
+    def scatters(layers: int) -> int:
+        return sum(lists(layers).count(f" {name}(") for name in ("scatter", "while"))  # a CPU may be given loops
+
+    assert scatters(3) == scatters(1) > 0

@@ -11,6 +11,7 @@ from small_models import random_prompts, random_target, rigged, script, scripted
 from dflash_jax.decoding import runner
 from dflash_jax.decoding.generate import generate, stream
 from dflash_jax.decoding.stats import Clock, compile_seconds, position_acceptance
+from dflash_jax.evaluation.heldout import decoding_report
 
 W = 4
 ANSWER = [20 + index % 30 for index in range(60)]
@@ -47,6 +48,15 @@ def test_slots_without_room_or_behind_a_stop_token_are_not_counted_as_refused():
     assert stop.stats.position_acceptance == [1.0, 1.0, 1.0]
     assert position_acceptance([(1, 3), (2, 3), (3, 3), (1, 2), (1, 1)]) == [0.5, 1 / 3]
     assert position_acceptance([]) == []
+
+
+def test_an_evaluation_counts_slots_as_a_call_does():
+    """Of rounds cut by budget and stop token, too. A slot that no round verified is listed, with 0."""
+    cut, stop = run(3, 1 + 4 + 2), run(3, 60, stop_token_ids=[ANSWER[6]])
+    for result in (run(2, 31), cut, stop):
+        assert decoding_report([result], W).position_acceptance == result.stats.position_acceptance
+    assert decoding_report([cut, run(0, 11)], W).position_acceptance == [2 / 11, 1 / 9, 1 / 8]
+    assert decoding_report([run(3, 3)], W).position_acceptance == [1.0, 0.0, 0.0]
 
 
 def test_a_batch_is_counted_as_a_whole():

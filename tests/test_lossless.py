@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from small_models import random_drafter, random_target
@@ -36,11 +37,11 @@ def test_the_first_difference_is_found_with_its_margin(monkeypatch):
 
     monkeypatch.setattr(lossless, "generate", one_wrong)
     short, wrong = lossless.differences(TARGET, drafter, PROMPTS, **OPTIONS)
-    plain = [row.tokens for row in right(TARGET, PROMPTS, max_new_tokens=9)]
+    plain = [row.tokens for row in right(TARGET, PROMPTS, max_new_tokens=9, batch_size=2)]
     assert (short.prompt, short.index, short.plain, short.drafted) == (1, 8, plain[1][8], None)
     assert (wrong.prompt, wrong.index, wrong.plain, wrong.drafted) == (3, 4, plain[3][4], plain[3][4] + 1)
     prefix = PROMPTS[3] + plain[3][:4]
-    hidden_1TD, _, _ = TARGET.model.forward(np.array([prefix]), np.arange(len(prefix))[None])
+    hidden_1TD, _, _ = jax.jit(TARGET.model.forward)(np.array([prefix]), np.arange(len(prefix))[None])
     second, best = np.sort(np.asarray(TARGET.model.logits(hidden_1TD[0, -1])))[-2:]
     assert wrong.margin == pytest.approx(best - second, abs=1e-4)
     text = lossless.report([short, wrong], 5, epsilon=wrong.margin / 2)

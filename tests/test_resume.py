@@ -204,6 +204,7 @@ def kill_after(process: subprocess.Popen, directory: Path, step: int) -> None:
     assert process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("compiled_programs")
 def test_a_killed_process_run_again_gives_the_same_drafter_and_moments(folder, tmp_path):
     directory = tmp_path / "killed"
     whole = prepared(folder, tmp_path / "whole")

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact_sampling import DRAFTER, PROMPT, SMALLEST_P, TARGET, V, counted, exact_joint, nucleus, p_value
-from small_models import RiggedDrafter, random_drafter, random_prompts, random_target, script, scripted
+from exact_sampling import DRAFTER, PROMPT, SMALLEST_P, TARGET, V, counted, draw_many, exact_joint, nucleus, p_value
+from small_models import RiggedDrafter, random_drafter, random_prompts, script, scripted
 
 from dflash_jax.checkpoints.huggingface import LoadedDrafter
 from dflash_jax.decoding.acceptance import rejection_sample
@@ -17,6 +17,7 @@ from dflash_jax.decoding.sampling import Purpose, Sampling, draw, log_distributi
 
 # temperature, top_k, top_p
 SETTINGS = [(1.0, None, None), (0.7, None, None), (1.0, None, 0.8), (1.0, 3, None), (0.7, 3, 0.8)]
+PROMPTS = random_prompts([2, 5, 3, 5, 4], vocab_size=V)  # one number of rows, for one set of programs
 
 
 @pytest.mark.parametrize("proposals", ["argmax", "sampled"])
@@ -27,8 +28,7 @@ def test_drawn_tokens_follow_the_exact_joint_distribution(proposals):
         name: [value for value in values for _ in range(draws)]
         for name, values in zip(("temperature", "top_k", "top_p"), zip(*SETTINGS, strict=True), strict=True)
     }
-    prompts = [PROMPT] * draws * len(SETTINGS)
-    results = generate(TARGET, prompts, drafter=DRAFTER, max_new_tokens=3, seed=3, proposals=proposals, **rows)
+    results = draw_many(draws * len(SETTINGS), DRAFTER, seed=3, proposals=proposals, **rows)
     for index, (temperature, top_k, top_p) in enumerate(SETTINGS):
         of_setting = results[index * draws : (index + 1) * draws]
         counts, exact = counted(of_setting), exact_joint(temperature, top_k, top_p)
@@ -44,7 +44,6 @@ def test_drawn_tokens_follow_the_exact_joint_distribution(proposals):
 
 def test_mixed_rows_each_follow_their_own_settings():
     """Greedy and sampled rows of one batch, and a sampled row that no neighbour's nucleus reaches."""
-    prompts = random_prompts([2, 5, 3, 5, 4], vocab_size=V)
     rows = {
         "temperature": [0.0, 1.0, 0.7, 0.0, 1.3],
         "top_k": [2, None, 3, None, 0],
@@ -52,31 +51,30 @@ def test_mixed_rows_each_follow_their_own_settings():
         "seed": [1, 2, 3, 4, 5],
     }
     for options in ({"drafter": DRAFTER}, {"drafter": DRAFTER, "proposals": "sampled"}):
-        together = generate(TARGET, prompts, max_new_tokens=20, **rows, **options)
+        together = generate(TARGET, PROMPTS, max_new_tokens=20, **rows, **options)
         order = [3, 1, 4, 0, 2]
         permuted_rows = {name: [values[row] for row in order] for name, values in rows.items()}
-        permuted = generate(TARGET, [prompts[row] for row in order], max_new_tokens=20, **permuted_rows, **options)
+        permuted = generate(TARGET, [PROMPTS[row] for row in order], max_new_tokens=20, **permuted_rows, **options)
         assert permuted == [together[row] for row in order]
-        greedy = generate(TARGET, [prompts[0], prompts[3]], max_new_tokens=20)
-        assert [together[0].tokens, together[3].tokens] == [result.tokens for result in greedy]
-        refilled = generate(TARGET, prompts, max_new_tokens=20, batch_size=2, **rows, **options)
+        greedy = generate(TARGET, PROMPTS, max_new_tokens=20)
+        assert [together[row].tokens for row in (0, 3)] == [greedy[row].tokens for row in (0, 3)]
+        refilled = generate(TARGET, PROMPTS, max_new_tokens=20, batch_size=2, **rows, **options)
         assert refilled == together
 
 
 def test_truncated_sampling_gives_one_text_with_and_without_a_drafter():
-    prompts = random_prompts([1, 4, 9, 3], vocab_size=V)
     options = {"max_new_tokens": 30, "temperature": 1.0, "top_k": 3, "top_p": 0.8, "seed": 11}
-    plain, drafted = (generate(TARGET, prompts, drafter=drafter, **options) for drafter in (None, DRAFTER))
+    plain, drafted = (generate(TARGET, PROMPTS, drafter=drafter, **options) for drafter in (None, DRAFTER))
     assert [result.tokens for result in drafted] == [result.tokens for result in plain]
-    whole = generate(TARGET, prompts, max_new_tokens=30, temperature=1.0, seed=11)
+    whole = generate(TARGET, PROMPTS, max_new_tokens=30, temperature=1.0, seed=11)
     assert [result.tokens for result in whole] != [result.tokens for result in plain]
 
 
 def test_top_k_1_is_greedy():
     options = {"drafter": DRAFTER, "max_new_tokens": 12}
-    greedy = generate(TARGET, [PROMPT], **options)
+    greedy = generate(TARGET, PROMPTS, **options)
     for proposals in ("argmax", "sampled"):
-        assert generate(TARGET, [PROMPT], temperature=2.0, top_k=1, proposals=proposals, **options) == greedy
+        assert generate(TARGET, PROMPTS, temperature=2.0, top_k=1, proposals=proposals, **options) == greedy
 
 
 @jax.tree_util.register_pytree_node_class
@@ -107,12 +105,13 @@ def test_a_stop_token_ends_the_text_wherever_in_a_drawn_block_it_falls(right):
 
 
 def test_a_drawn_mask_token_is_kept_when_the_target_says_it():
-    target, prompts = random_target(), random_prompts([1, 5, 12])
-    greedy = [result.tokens for result in generate(target, prompts, max_new_tokens=30)]
+    greedy = [result.tokens for result in generate(TARGET, PROMPTS, max_new_tokens=30)]
     said = max(set(greedy[0]), key=greedy[0].count)
-    drafter = random_drafter(target.config, block_size=4, mask_token_id=said)
+    drafter = random_drafter(TARGET.config, target_layer_ids=(0,), num_layers=1, mask_token_id=said)
     options = {"max_new_tokens": 30, "temperature": 2.0, "top_k": 1, "proposals": "sampled"}
-    assert [result.tokens for result in generate(target, prompts, drafter=drafter, **options)] == greedy
+    results = generate(TARGET, PROMPTS, drafter=drafter, **options)
+    assert [result.tokens for result in results] == greedy
+    assert max(max(result.acceptance_lengths) for result in results) > 1
 
 
 # The pieces.

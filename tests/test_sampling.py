@@ -60,9 +60,9 @@ def test_one_seed_gives_one_text_with_and_without_a_drafter(temperature):
 
 
 def test_seeds_and_rows_differ_and_temperature_zero_has_no_seed():
-    sampled = [generate(TARGET, [PROMPT] * 2, max_new_tokens=30, temperature=1.0, seed=seed) for seed in (0, 1)]
-    assert len({tuple(result.tokens) for results in sampled for result in results}) == 4
-    greedy = [generate(TARGET, [PROMPT] * 2, max_new_tokens=30, seed=seed) for seed in (0, 1)]
+    sampled = [generate(TARGET, [PROMPT] * 4, max_new_tokens=30, temperature=1.0, seed=seed) for seed in (0, 1)]
+    assert len({tuple(result.tokens) for results in sampled for result in results}) == 8
+    greedy = [generate(TARGET, [PROMPT] * 4, max_new_tokens=30, seed=seed) for seed in (0, 1)]
     assert len({tuple(result.tokens) for results in greedy for result in results}) == 1
 
 

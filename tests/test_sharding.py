@@ -29,7 +29,7 @@ def test_eight_devices_give_what_one_gives(check, mesh, compiled_programs):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
     arguments = [check, *map(str, mesh)]

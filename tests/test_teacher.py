@@ -32,8 +32,8 @@ def dense_divergence(hidden_RD, teacher_RD, head_SD, weights_R):
 def test_value_and_gradients_equal_the_dense_divergence(R, chunk):
     rows = random_rows(R)
     loss = functools.partial(teacher_loss, chunk=chunk)
-    (value, scores), gradients = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*rows)
-    wanted, wanted_RD = jax.value_and_grad(dense_divergence)(*rows)
+    (value, scores), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*rows)
+    wanted, wanted_RD = jax.jit(jax.value_and_grad(dense_divergence))(*rows)
     np.testing.assert_allclose(value, wanted, rtol=TOLERANCE)
     np.testing.assert_allclose(gradients[0], wanted_RD, atol=TOLERANCE)
     assert not np.any(gradients[1]) and not np.any(gradients[2])  # the target is frozen

@@ -84,7 +84,10 @@ def test_evaluation_decodes_at_the_end_and_not_before(run):
     assert end["acceptance_length"] > 1.1  # it learned from the target's own answers
     assert (end["prompts"], end["tokens"]) == (4, 4 * 12) or end["tokens"] < 4 * 12  # fewer where a row stopped
     assert end["accepted_share"] == pytest.approx((end["acceptance_length"] - 1) / 3)
-    assert end["acceptance_length"] == pytest.approx(1 + sum(end["position_acceptance"]))
+    shares = end["position_acceptance"]
+    assert len(shares) == 3
+    # equal, but for rounds cut short: those say nothing of the slots that they did not verify
+    assert end["acceptance_length"] <= 1 + sum(shares) + 1e-9
     assert end["blocks"] == 8 * 4  # rows, anchors
 
 

@@ -24,7 +24,7 @@ class Stats:
             program is there.
         decode_tokens: tokens that rounds gave: all but the first of each prompt.
         rounds_by_width: block width → rounds of that width. A round advances every row of the batch.
-        position_acceptance: of slot k = 1 … W−1, the share of the rounds that verified it in which it was accepted. A
+        position_acceptance: of slot k = 1 … W−1, of the rounds that verified it the share that accepted slots 1 … k. A
             slot is verified where the round was wide enough, the budget had room and no stop token came before it.
     """
 
@@ -53,10 +53,10 @@ class Stats:
 
 
 def position_acceptance(rounds: Iterable[tuple[int, int]]) -> list[float]:
-    """Of slot k = 1, 2 …, the share accepted of those verified, from the (accepted, verified) counts of rounds.
+    """Of slot k = 1, 2 …: rounds that accepted slots 1 … k / rounds that verified slot k.
 
-    Both counts include slot 0, so a round that refused everything accepted 1. The list ends at the last slot that any
-    round verified.
+    rounds: (accepted, verified) of each. Both count slot 0, so a round that refused everything accepted 1. The list
+    ends at the last slot that any round verified.
     """
     rounds = list(rounds)
     shares = []

@@ -39,7 +39,7 @@ def plot(results: Results, path: Path) -> None:
     for axes, title in titles.items():
         axes.set(title=title, xlabel="prompts decoded together", xscale="log")
         axes.xaxis.set(major_locator=FixedLocator(batches), minor_locator=NullLocator(), major_formatter="{x:g}")
-    slots.set(title=f"Rounds that accept a slot, batch {batches[0]}", xlabel="slot", ylim=(0, 1))
+    slots.set(title=f"Slots accepted where verified, batch {batches[0]}", xlabel="slot", ylim=(0, 1))
     lengths.legend(fontsize="small")
     models = results.settings["models"]
     figure.suptitle(

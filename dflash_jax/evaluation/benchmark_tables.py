@@ -85,7 +85,7 @@ def _concurrency_table(results: Results) -> str:
 
 
 def _acceptance_table(results: Results) -> str:
-    """How much of the proposals is accepted, slot by slot, at the smallest batch."""
+    """How much of the proposals is accepted, slot by slot over the rounds that verified it, at the smallest batch."""
     batch, widest = min(cell.batch_size for cell in results.cells), max(cell.width for cell in results.cells)
     header = ["Set", "Temperature", "Width", "τ", "Rounds", "Accepted/drafted"]
     header += [f"Slot {slot}" for slot in range(1, widest)]
@@ -97,7 +97,7 @@ def _acceptance_table(results: Results) -> str:
             row = [cell.source, f"{cell.temperature:g}", str(cell.width), f"{part.acceptance_length:.2f}"]
             row += [str(part.rounds), *(f"{share:.2f}" for share in shares)]
             rows.append(row + ["–"] * (len(header) - len(row)))
-    return f"## Share of rounds that accept a slot, batch {batch}\n\n" + _markdown(header, rows)
+    return f"## Slots accepted, of the rounds that verified them, batch {batch}\n\n" + _markdown(header, rows)
 
 
 def _verdict(cells: Sequence[Cell]) -> str:

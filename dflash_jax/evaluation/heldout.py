@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget
 from dflash_jax.decoding.generate import Generation, generate
+from dflash_jax.decoding.stats import position_acceptance
 from dflash_jax.sharding import to_devices
 from dflash_jax.training.metrics import report, zero_sums
 from dflash_jax.training.step import Batch, StepSettings, VocabularyTables, evaluation_step
@@ -21,7 +22,8 @@ class DecodingReport:
 
     acceptance_length: committed tokens a round, the target's token counted, in 1 … W.
     accepted_share: accepted draft tokens / drafted tokens.
-    position_acceptance: of slot k = 1 … W−1, the share of rounds that accepted it.
+    position_acceptance: of slot k = 1 … W−1, of the rounds that verified it the share that accepted slots 1 … k, as in
+        decoding.stats.Stats; 0 where no round verified it.
     """
 
     acceptance_length: float
@@ -34,13 +36,19 @@ class DecodingReport:
 
 def decoding_report(generations: Sequence[Generation], width: int) -> DecodingReport:
     """Pools the rounds of all generations. A last round cut by budget or stop counts what it gave."""
-    lengths = [length for generation in generations for length in generation.acceptance_lengths]
+    pooled = [
+        counts
+        for generation in generations
+        for counts in zip(generation.acceptance_lengths, generation.verified_lengths, strict=True)
+    ]
+    lengths = [accepted for accepted, _ in pooled]
     rounds = max(len(lengths), 1)
     accepted = sum(lengths) - len(lengths)
+    shares = position_acceptance(pooled)
     return DecodingReport(
         acceptance_length=sum(lengths) / rounds,
         accepted_share=accepted / (rounds * (width - 1)) if width > 1 else 0.0,
-        position_acceptance=[sum(length > slot for length in lengths) / rounds for slot in range(1, width)],
+        position_acceptance=shares + [0.0] * (width - 1 - len(shares)),
         rounds=len(lengths),
         tokens=sum(len(generation.tokens) for generation in generations),
         prompts=len(generations),
