@@ -130,7 +130,8 @@ def test_what_two_processes_saved_is_exported_by_one(folder, alone):
         export_checkpoint(folder / "target", folder / "other")
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_asked_to_stop_all_save_one_step_and_any_number_goes_on(folder, alone, before, after):
     directory = folder / f"from_{before}_to_{after}"
     file = config(folder, directory)

@@ -77,6 +77,26 @@ def test_twenty_steps_are_ten_and_a_fresh_process_for_ten_more(folder, whole, tm
     assert exported[0] == exported[1]
 
 
+def test_asked_to_stop_it_saves_and_goes_on_later(folder, whole, tmp_path):
+    """SIGTERM after some step, as clusters send it before they take a machine away."""
+    cache = whole.experiment.training.feature_cache
+    trainer = prepared(folder, tmp_path, training__feature_cache=cache, checkpoint__every_steps=0)
+    batches = trainer.batches
+
+    class Interrupting(type(batches)):
+        def __next__(self):
+            if self.state()["position"] == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().__next__()
+
+    batches.__class__ = Interrupting
+    outcome = trainer.run()
+    assert not outcome.finished and outcome.steps == 7 and not outcome.drafter_dir.exists()
+    again = prepared(folder, tmp_path, training__feature_cache=cache, checkpoint__every_steps=0)
+    assert again.run().finished
+    assert bits(again.state) == bits(whole.state)
+
+
 def test_the_schedule_and_the_moments_are_part_of_the_state(whole):
     names = names_of(whole.state)
     counts = {name: int(leaf) for name, leaf in names.items() if name.endswith("count")}

@@ -14,10 +14,10 @@ DEVICES = 8
 @pytest.mark.parametrize(
     ("check", "mesh"),
     [
-        ("training", (1, 8, 1)),
         ("training", (2, 2, 2)),
         ("decoding", (1, 1, 8)),
         ("work", (8, 1, 1)),
+        pytest.param("training", (1, 8, 1), marks=pytest.mark.slow),
         pytest.param("training", (8, 1, 1), marks=pytest.mark.slow),
         pytest.param("training", (1, 1, 8), marks=pytest.mark.slow),
         pytest.param("training", (1, 2, 4), marks=pytest.mark.slow),
@@ -42,9 +42,11 @@ def models():
     """A target and a drafter whose heads and sizes eight devices can share."""
     from small_models import random_drafter, random_target
 
-    sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 4, "vocab_size": 64}
+    sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 4, "vocab_size": 64, "num_layers": 2}
     target = random_target(factor=4.0, **sizes)
-    drafter = random_drafter(target.config, factor=4.0, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=4)
+    drafter = random_drafter(
+        target.config, factor=4.0, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=4, target_layer_ids=(0, 1)
+    )
     return target, drafter
 
 
@@ -80,7 +82,7 @@ def check_training(sizes: tuple[int, int, int]) -> None:
             model, start = place_parameters(mesh, (target.model, drafter.model))
             state = place_parameters(mesh, initial_state(jax.tree.map(jnp.copy, start), optimizer))
             tokens, mask, rows = to_devices((tokens_BT[order], loss_mask_BT[order], np.int32(order)))
-            taps = context_taps(model, tokens, layers=(0, 2))
+            taps = context_taps(model, tokens, layers=(0, 1))
             batch = micro_batches(Batch(tokens, mask, rows, taps), parts)
             tables = VocabularyTables(model.embedding[...], model.head_VD)
             state, sums = train_step(state, tables, batch, settings=settings, optimizer=optimizer)
@@ -89,13 +91,12 @@ def check_training(sizes: tuple[int, int, int]) -> None:
     one = make_mesh(devices=jax.devices()[:1])
     wanted = step(one, 1, np.arange(16))
     assert float(wanted[0].loss) > 0
-    for parts in (1, 4):
-        ours = step(make_mesh(*sizes), parts, rng.permutation(16))
-        for mine, theirs in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(wanted[0]), strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=2e-6)
-        for mine, theirs in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(wanted[1]), strict=True):
-            # updates of a tenth of gradients of order 1, summed in another order
-            np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+    ours = step(make_mesh(*sizes), 2, rng.permutation(16))
+    for mine, theirs in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(wanted[0]), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-6)
+    for mine, theirs in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(wanted[1]), strict=True):
+        # updates of a tenth of gradients of order 1, summed in another order
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
 def check_decoding(sizes: tuple[int, int, int]) -> None:
