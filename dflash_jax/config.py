@@ -67,7 +67,9 @@ class TrainingConfig:
     probability: the same expected sum before normalisation, and fewer slots for the head to score. feature_cache:
     "memory" computes the target's features once a row and keeps them in host memory, "none" computes them in every
     step. remat: keep less of the forward pass for the backward pass, which computes a layer again but for its
-    attention. time_limit_minutes: stop early, whatever the step. narrow_steps: so many first steps train blocks of
+    attention. scan_layers: run the target's layers between two taps as one loop, which compiles deep targets faster and
+    takes a copy of its parameters (feature_cache "none"). time_limit_minutes: stop early, whatever the step.
+    narrow_steps: so many first steps train blocks of
     narrow_width only, more of them with as many slots in all; the first slots decide most of a weak drafter's
     acceptance. loss: "labels", the paper's cross-entropy, or "teacher", the divergence from the target's own
     distribution over the loss_tokens most frequent answer tokens.
@@ -88,6 +90,7 @@ class TrainingConfig:
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     feature_cache: Literal["none", "memory"] = "none"
     remat: bool = False
+    scan_layers: bool = False
     seed: int = 0
     time_limit_minutes: float | None = None
 

@@ -27,6 +27,7 @@ def losses(backend: str, steps: int) -> list[float]:
     return found
 
 
+@pytest.mark.long
 def test_thirty_steps_cost_the_same_with_the_tpu_kernels_as_with_xla(used):
     wanted = losses("xla", 30)
     with pltpu.force_tpu_interpret_mode(True):

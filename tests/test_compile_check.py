@@ -111,6 +111,7 @@ def arguments(tmp_path: Path, **fields) -> list[str]:
     return ["compile_check", "--config", str(file), "--target_config", str(tmp_path / "tiny.json")]
 
 
+@pytest.mark.long
 @requires_libtpu
 def test_a_tiny_experiment_compiles_for_a_tpu_slice(tmp_path, capsys):
     fields = {"mesh__data": 2, "mesh__fsdp": 2, "training__rows_per_step": 8, "training__accumulation": 2}

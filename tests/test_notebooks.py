@@ -100,6 +100,7 @@ def test_a_notebook_holds_no_outputs(name):
     assert code and all(cell.outputs == [] and cell.execution_count is None for cell in code)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["01_generate.ipynb", "02_how_it_works.ipynb"])
 def test_a_notebook_runs_from_top_to_bottom(name, small_target, tmp_path):
     source = "".join(cell.source for cell in read(name).cells)

@@ -103,6 +103,7 @@ def alone(folder):
     return directory
 
 
+@pytest.mark.long
 def test_two_processes_train_the_drafter_of_one(folder, alone):
     directory = folder / "two"
     first, second = ended(start(config(folder, directory), 2))
@@ -115,6 +116,7 @@ def test_two_processes_train_the_drafter_of_one(folder, alone):
     assert ours[-1]["acceptance_length"] == wanted[-1]["acceptance_length"]
 
 
+@pytest.mark.long
 def test_what_two_processes_saved_is_exported_by_one(folder, alone):
     directory = folder / "two"
     out = export_checkpoint(directory, folder / "exported", dtype="float32")
@@ -130,8 +132,8 @@ def test_what_two_processes_saved_is_exported_by_one(folder, alone):
         export_checkpoint(folder / "target", folder / "other")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_asked_to_stop_all_save_one_step_and_any_number_goes_on(folder, alone, before, after):
     directory = folder / f"from_{before}_to_{after}"
     file = config(folder, directory)

@@ -17,11 +17,12 @@ DEVICES = 8
         ("training", (2, 2, 2)),
         ("decoding", (1, 1, 8)),
         ("work", (8, 1, 1)),
-        pytest.param("training", (1, 8, 1), marks=pytest.mark.slow),
+        ("loading", (1, 4, 2)),
+        pytest.param("training", (1, 8, 1), marks=pytest.mark.long),
         pytest.param("training", (8, 1, 1), marks=pytest.mark.slow),
-        pytest.param("training", (1, 1, 8), marks=pytest.mark.slow),
+        pytest.param("training", (1, 1, 8), marks=pytest.mark.long),
         pytest.param("training", (1, 2, 4), marks=pytest.mark.slow),
-        pytest.param("decoding", (2, 2, 2), marks=pytest.mark.slow),
+        pytest.param("decoding", (2, 2, 2), marks=pytest.mark.long),
         pytest.param("decoding", (1, 8, 1), marks=pytest.mark.slow),
     ],
 )
@@ -154,8 +155,44 @@ def check_work(sizes: tuple[int, int, int]) -> None:
     assert set(shared.count) == {"all-reduce"} and 2 * gradient <= moved < 1.2 * 2 * gradient, (gradient, shared)
 
 
+def check_loading(sizes: tuple[int, int, int]) -> None:
+    """A checkpoint of many shards goes to the devices part by part: no more is read than the devices hold, and no read
+    is of more than a part."""
+    import tempfile
+
+    import jax
+    import numpy as np
+    import tiny_models
+
+    from dflash_jax.checkpoints.huggingface import load_target
+    from dflash_jax.checkpoints.safetensors_io import TensorFolder
+    from dflash_jax.sharding import make_mesh
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny_models.torch_target("qwen3", num_hidden_layers=6, num_key_value_heads=4, head_dim=8)
+        model.save_pretrained(folder, max_shard_size="30KB")
+        assert len(list(Path(folder).glob("*.safetensors"))) > 6
+        wanted = load_target(folder).model
+        parts = []
+        whole_read = TensorFolder.read
+
+        def read(self, name, index=()):
+            array = whole_read(self, name, index)
+            parts.append((array.nbytes, array.size / np.prod(self.shape(name))))
+            return array
+
+        TensorFolder.read = read
+        ours = load_target(folder, mesh=make_mesh(*sizes)).model
+    held = 0
+    for mine, theirs in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+        held += sum(shard.data.nbytes for shard in mine.addressable_shards)
+    matrices = [share for _, share in parts if share < 1]
+    assert set(matrices) == {1 / 8} and sum(size for size, _ in parts) <= held
+
+
 if __name__ == "__main__":
     name, *sizes = sys.argv[1:]
     chosen = tuple(map(int, sizes))
-    {"training": check_training, "decoding": check_decoding, "work": check_work}[name](chosen)
+    {"training": check_training, "decoding": check_decoding, "work": check_work, "loading": check_loading}[name](chosen)
     print(f"{name} on {chosen} equals one device")

@@ -43,12 +43,12 @@ def largest_buffer(text: str) -> int:
 
 @requires_libtpu
 @pytest.mark.parametrize(
-    "generation", ["v5p", *(pytest.param(name, marks=pytest.mark.slow) for name in TOPOLOGIES if name != "v5p")]
+    "generation", ["v5p", *(pytest.param(name, marks=pytest.mark.long) for name in TOPOLOGIES if name != "v5p")]
 )
 def test_paper_size(generation):
     """8,192 queries, 3,072 context keys, 32/8 heads of 128, bfloat16, one sequence on a chip.
 
-    One generation by default, since each takes 20 s; the others with -m slow. All of them compile the test sizes.
+    One generation by default, since each takes 20 s; the others with -m long. All of them compile the test sizes.
     """
     B, A, W, N, K, H, S = 1, 512, 16, 32, 8, 128, 3072
     arrays = abstract_arrays(B, A, W, N, K, H, S, jnp.bfloat16)

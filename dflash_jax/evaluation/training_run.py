@@ -103,6 +103,7 @@ def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
     features = make_features(
         *(training.feature_cache, target.model, config.target_layer_ids, rows, lengths),
         with_hidden=_keeps_hidden(experiment),
+        scan=training.scan_layers,
     )
     if _starts_by_regression(experiment):
         singles = [collate(rows, [i], _bucket(length, data.length_buckets)) for i, length in enumerate(lengths)]
@@ -179,8 +180,10 @@ class HeldOut:
         self.settings = step_settings(experiment, config)._replace(anchors=self.part.anchors_per_row, teacher=False)
         self.tables = VocabularyTables(target.model.embedding[...], target.model.head_VD)
         lengths = [len(row.tokens) for row in evaluated]
+        training = experiment.training
         self.features = make_features(
-            experiment.training.feature_cache, target.model, config.target_layer_ids, evaluated, lengths
+            *(training.feature_cache, target.model, config.target_layer_ids, evaluated, lengths),
+            scan=training.scan_layers,
         )
 
     def __call__(self, loaded: LoadedDrafter, step: int, last: bool) -> dict[str, Any]:

@@ -107,6 +107,28 @@ class Target(nnx.Module):
         taps_BTMD = jnp.stack([outputs[i] for i in taps], axis=2) if taps else empty_BTMD
         return self.norm(x_BTD), taps_BTMD, None if cache is None else KVCache(tuple(keys), tuple(values))
 
+    def scanned(self, tokens_BT: jax.Array, *, taps: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        """`forward` without a cache from position 0 on, where the layers between two taps are one loop.
+
+        So the compiler of a deep target sees one layer for each tap. The price is a copy of the parameters, stacked.
+
+        Returns:
+            hidden_BTD and taps_BTMD, as `forward`.
+        """
+        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        rotated = rotation(self.config.rope, self.config.head_dim, positions_BT)
+        mask_BTS = positions_BT[:, None, :] <= positions_BT[:, :, None]
+
+        def one_layer(x_BTD, layer: DecoderLayer):
+            return constrain(layer(x_BTD, rotated, mask_BTS, None, positions_BT[:, 0])[0], "rows"), None
+
+        x_BTD, outputs, first = constrain(self.embed(tokens_BT), "rows"), {}, 0
+        for last in sorted({*taps, self.config.num_layers - 1}):
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *self.layers[first : last + 1])
+            x_BTD, _ = jax.lax.scan(one_layer, x_BTD, stacked)
+            outputs[last], first = x_BTD, last + 1
+        return self.norm(x_BTD), jnp.stack([outputs[tap] for tap in taps], axis=2)
+
     def commit(self, cache: KVCache, lengths_B: jax.Array) -> KVCache:
         """Keeps the first lengths_B positions. Attention needs no work: later slots are never read, only rewritten."""
         del lengths_B

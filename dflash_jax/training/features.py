@@ -32,13 +32,13 @@ def feature_bytes(tokens: int, taps: int, hidden: int, itemsize: int) -> int:
 class OnlineFeatures:
     """Runs the target on every batch: no memory, the target's forward pass in every step."""
 
-    def __init__(self, target, layers: tuple[int, ...], *, with_hidden: bool = False):
-        self._target, self._layers, self._with_hidden = target, layers, with_hidden
+    def __init__(self, target, layers: tuple[int, ...], *, with_hidden: bool = False, scan: bool = False):
+        self._target, self._layers, self._with_hidden, self._scan = target, layers, with_hidden, scan
 
     def __call__(self, tokens_BT: np.ndarray, rows_B: np.ndarray) -> Features:
         """Features of the batch, in the target's dtype."""
         del rows_B
-        return _run(self._target, tokens_BT, self._layers, self._with_hidden)
+        return _run(self._target, tokens_BT, self._layers, self._with_hidden, self._scan)
 
 
 class RememberedFeatures:
@@ -94,11 +94,11 @@ def _padded(leaf: np.ndarray, length: int) -> np.ndarray:
     return np.pad(leaf, [(0, length - len(leaf))] + [(0, 0)] * (leaf.ndim - 1))
 
 
-def _run(target, tokens_BT: np.ndarray, layers: tuple[int, ...], with_hidden: bool) -> Features:
+def _run(target, tokens_BT: np.ndarray, layers: tuple[int, ...], with_hidden: bool, scan: bool = False) -> Features:
     on_devices = to_devices(tokens_BT)
     if not with_hidden:
-        return Features(context_taps(target, on_devices, layers=layers), None)
-    hidden_BTD, taps_BTMD = hidden_and_taps(target, on_devices, layers=layers)
+        return Features(context_taps(target, on_devices, layers=layers, scan=scan), None)
+    hidden_BTD, taps_BTMD = hidden_and_taps(target, on_devices, layers=layers, scan=scan)
     return Features(taps_BTMD, hidden_BTD)
 
 
@@ -110,8 +110,9 @@ def make_features(
     lengths: Sequence[int],
     *,
     with_hidden: bool = False,
+    scan: bool = False,
 ) -> OnlineFeatures | RememberedFeatures:
     """The source for `training.feature_cache`: "none" or "memory"; batches name rows by their place in `rows`."""
     if cache == "memory":
         return RememberedFeatures(target, layers, rows, lengths, with_hidden=with_hidden)
-    return OnlineFeatures(target, layers, with_hidden=with_hidden)
+    return OnlineFeatures(target, layers, with_hidden=with_hidden, scan=scan)

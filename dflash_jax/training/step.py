@@ -73,15 +73,22 @@ class StepSettings(NamedTuple):
     backend: Backend = "auto"
 
 
-@functools.partial(jax.jit, static_argnames=("layers",))
-def context_taps(target, tokens_BT: jax.Array, *, layers: tuple[int, ...]) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("layers", "scan"))
+def context_taps(target, tokens_BT: jax.Array, *, layers: tuple[int, ...], scan: bool = False) -> jax.Array:
     """The target's outputs at `layers` for every position, [B, T, M, D]; layers above the deepest are not run."""
-    return hidden_and_taps(target, tokens_BT, layers=layers)[1]
+    return hidden_and_taps(target, tokens_BT, layers=layers, scan=scan)[1]
 
 
-@functools.partial(jax.jit, static_argnames=("layers",))
-def hidden_and_taps(target, tokens_BT: jax.Array, *, layers: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The target's final hidden states [B, T, D], after the final norm, and its taps as `context_taps` gives them."""
+@functools.partial(jax.jit, static_argnames=("layers", "scan"))
+def hidden_and_taps(
+    target, tokens_BT: jax.Array, *, layers: tuple[int, ...], scan: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """The target's final hidden states [B, T, D], after the final norm, and its taps as `context_taps` gives them.
+
+    scan: see Target.scanned.
+    """
+    if scan:
+        return target.scanned(tokens_BT, taps=layers)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     return target.forward(tokens_BT, positions_BT, taps=layers)[:2]
 

@@ -301,7 +301,7 @@ class Trainer:
 
 # A resumed run may change these; everything else decides what the run is.
 _FREE_PARTS = ("logging", "evaluation", "checkpoint", "mesh")
-_FREE_FIELDS = ("training.time_limit_minutes", "training.remat")
+_FREE_FIELDS = ("training.time_limit_minutes", "training.remat", "training.scan_layers")
 
 
 def _check_same_run(saved: dict, experiment: ExperimentConfig, inputs: dict[str, str], directory: Path) -> None:
