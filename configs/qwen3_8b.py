@@ -20,6 +20,7 @@ def get_config():
     config.data.length_buckets = (1024, 2048, 3072)
     config.training.rows_per_step = 64
     config.training.accumulation = 8
+    config.training.scan_layers = True
     config.mesh.data = 1
     config.mesh.fsdp = -1
     config.checkpoint.directory = "runs/qwen3_8b"

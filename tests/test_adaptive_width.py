@@ -198,6 +198,18 @@ def test_no_table_of_costs_and_no_drafter_loses_more_than_the_allowance(table, k
     assert Simulation(table, always(accept), tokens=tokens, costs=costs, seed=seed).seconds <= bound(tokens) + 1e-6
 
 
+@TABLES
+@pytest.mark.parametrize("factor", [1.5, 2.5, 10.0])
+def test_plain_rounds_that_were_timed_at_a_bad_moment_are_timed_again(table, factor):
+    """Everything is measured in plain rounds: two slow ones at the start would make every width look good for good."""
+    tokens, costs = 2000, RoundCosts()
+    costs.add(1, 2, 2 * factor * table[1])
+    run = Simulation(table, always(0.0), tokens=tokens, costs=costs)
+    assert run.seconds <= bound(tokens) + 40 * table[1]  # some rounds of every width until the mistake shows
+    assert run.share(1, tokens // 2, tokens) > 0.9
+    assert costs.get(1) == table[1]
+
+
 def test_a_batch_counts_all_its_rows():
     """One round of a large batch tells as much as many rounds of one row: nothing more is tried for a while."""
     controller = WidthController(W, measured(ACCELERATOR))

@@ -25,6 +25,7 @@ FIRST_REST, LONGEST_REST = 16, 256  # plain rounds before drafting is tried agai
 LONGEST_CHUNK = 16  # rounds between two looks
 TRUSTED_ROUNDS = 3  # fewer timed rounds of a width are not held against it
 SAMPLES = 9  # timings of a width that are remembered
+DOUBT = 0.95  # of the plain cost: what noise may make of a wider round
 
 
 def candidate_widths(max_width: int) -> tuple[int, ...]:
@@ -80,7 +81,7 @@ class WidthController:
 
     def next(self) -> tuple[int, int]:
         """The width to use now, and at most how many rounds before the next decision."""
-        if self.costs.get(1) is None:
+        if self.costs.get(1) is None or self._plain_is_doubtful():
             return 1, 2
         if self._rest == 0:
             width, paying = self._best_width()
@@ -120,6 +121,13 @@ class WidthController:
                 self._tried, self._kept = [0.0] * len(self._tried), [0.0] * len(self._kept)
                 self._debt_before = self._debt
 
+    def _plain_is_doubtful(self) -> bool:
+        """Whether a wider round was clearly quicker than plain ones, which can't be: these were timed at a bad moment,
+        and everything is measured by them."""
+        plain = self.costs.get(1)
+        wider = [cost for width in self.widths[1:] if (cost := self.costs.get(width)) is not None]
+        return plain is not None and min(wider, default=plain) < DOUBT * plain
+
     def _fall_back(self) -> None:
         """Plain decoding for a while: longer than the last time, unless the rounds since then paid."""
         if self._debt < self._debt_before:
@@ -158,7 +166,7 @@ class WidthController:
         It is no cheaper than a narrower one, and no dearer than a wider one or than narrower ones in its stead.
         """
         known = [(other, cost) for other in self.widths if (cost := self.costs.get(other)) is not None]
-        plain, own = known[0][1], self.costs.get(width)
+        plain, own = min(cost for _, cost in known), self.costs.get(width)
         if own is not None and (width == 1 or self.costs.trusted(width)):
             return own / plain
         below, cost = max((other, cost) for other, cost in known if other < width)
