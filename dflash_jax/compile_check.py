@@ -40,9 +40,17 @@ from dflash_jax.models.family import DrafterConfig, TargetConfig, parse_target_c
 from dflash_jax.models.target import Target
 from dflash_jax.sharding import parameter_spec, spec_of
 from dflash_jax.training.setup import drafter_config, mesh_for, optimizer_of, step_settings
-from dflash_jax.training.step import Batch, VocabularyTables, context_taps, initial_state, train_step
+from dflash_jax.training.step import (
+    Batch,
+    VocabularyTables,
+    context_taps,
+    hidden_and_taps,
+    initial_state,
+    train_step,
+)
 
 SHAPES = Path("configs/targets")  # config.json of targets by hub id, for machines that can't reach the hub
+PROGRAMS = ("features", "step", "decode")
 ROOM = 0.95  # of a device's memory: the rest is the runtime's
 
 
@@ -98,8 +106,9 @@ def feature_pass(models: Models) -> jax.stages.Lowered:
     """The target's pass over the rows of a step."""
     training, length = models.experiment.training, models.experiment.data.length_buckets[-1]
     tokens_BT = models.array((training.rows_per_step, length), jnp.int32, "rows")
+    run = hidden_and_taps if training.loss == "teacher" else context_taps
     layers = models.drafter_config.target_layer_ids
-    return context_taps.lower(models.target, tokens_BT, layers=layers, scan=training.scan_layers)
+    return run.lower(models.target, tokens_BT, layers=layers, scan=training.scan_layers)
 
 
 def training_step(models: Models) -> jax.stages.Lowered:
@@ -112,13 +121,14 @@ def training_step(models: Models) -> jax.stages.Lowered:
     def rows(dtype, *sizes: int):
         return models.array((parts, B, *sizes), dtype, None, "rows")
 
-    batch = Batch(
-        rows(jnp.int32, T), rows(bool, T), rows(jnp.int32), rows(jnp.dtype(experiment.model.target_dtype), T, M, D)
-    )
+    dtype, teacher = jnp.dtype(experiment.model.target_dtype), experiment.training.loss == "teacher"
+    hidden = rows(dtype, T, D) if teacher else None
+    shortlist = models.array((experiment.training.loss_tokens, D), dtype) if teacher else None
+    batch = Batch(rows(jnp.int32, T), rows(bool, T), rows(jnp.int32), rows(dtype, T, M, D), hidden)
     optimizer = optimizer_of(experiment.optimizer, experiment.training.steps or 1000)
     state = models.placed(jax.eval_shape(lambda drafter: initial_state(drafter, optimizer), models.drafter))
     head = models.target.embedding if models.target.head is None else models.target.head
-    tables = VocabularyTables(models.target.embedding.get_value(), head.get_value())
+    tables = VocabularyTables(models.target.embedding.get_value(), head.get_value(), shortlist)
     settings = step_settings(experiment, models.drafter_config)._replace(compute_dtype="bfloat16")
     return train_step.lower(state, tables, batch, settings=settings, optimizer=optimizer)
 
@@ -175,8 +185,9 @@ def resident(models: Models) -> dict[str, float]:
     optimizer = optimizer_of(models.experiment.optimizer, 1000)
     state = models.placed(jax.eval_shape(lambda drafter: initial_state(drafter, optimizer), models.drafter))
     training, T = models.experiment.training, models.experiment.data.length_buckets[-1]
+    arrays = len(models.drafter_config.target_layer_ids) + (training.loss == "teacher")
     features = models.array(
-        (training.rows_per_step, T, len(models.drafter_config.target_layer_ids), models.target_config.hidden_size),
+        (training.rows_per_step, T, arrays, models.target_config.hidden_size),
         jnp.dtype(models.experiment.model.target_dtype),
         "rows",
     )
@@ -246,7 +257,9 @@ def known_target(source: str, file: str | None) -> TargetConfig:
     try:
         return parse_target_config(json.loads(chosen.read_text(encoding="utf-8")))
     except OSError as error:
-        raise ConfigError(f"--target_config={file}: {error.strerror}") from error
+        raise ConfigError(f"--target_config={chosen}: {error.strerror}") from error
+    except ValueError as error:  # no JSON, or not of a target that is known
+        raise ConfigError(f"{chosen}: {error}") from error
 
 
 def check(experiment: ExperimentConfig, config: TargetConfig, target: Hardware, options) -> bool:
@@ -265,18 +278,30 @@ def check(experiment: ExperimentConfig, config: TargetConfig, target: Hardware, 
     return fits
 
 
+def _check_options(options: argparse.Namespace) -> None:
+    if unknown := set(options.programs.split(",")) - set(PROGRAMS):
+        raise ConfigError(f"--programs={options.programs}: no {', '.join(sorted(unknown))}; use {', '.join(PROGRAMS)}")
+    for name in ("target_layers", "decode_batch", "decode_context"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}={value}: must be at least 1")
+    if options.dump and not Path(options.dump).is_dir():
+        raise ConfigError(f"--dump={options.dump}: there is no such folder")
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m dflash_jax.compile_check", allow_abbrev=False)
     parser.add_argument("--hardware", required=True, help="names with commas, such as v5p:2x2x2,h200x8")
     parser.add_argument("--target_config", help="a config.json, in place of that of model.target")
     parser.add_argument("--target_layers", type=int, help="compile only so many of the target's layers")
-    parser.add_argument("--programs", default="features,step,decode", help="of features, step, decode")
+    parser.add_argument("--programs", default=",".join(PROGRAMS), help=f"some of {', '.join(PROGRAMS)}")
     parser.add_argument("--decode_batch", type=int, default=1, help="rows of the decoding round")
     parser.add_argument("--decode_context", type=int, default=2048, help="tokens of its caches")
     parser.add_argument("--dump", help="a folder to write the optimised programs to")
     options, rest = parser.parse_known_args(argv[1:])
     logging.basicConfig(format="%(message)s")
     try:
+        _check_options(options)
         experiment = experiment_from_flags([argv[0], *rest])
         config = known_target(experiment.model.target, options.target_config)
         if options.target_layers:

@@ -98,6 +98,7 @@ class TrainingConfig:
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """How the devices are shared out; their product is the number of devices, and one may be -1: what is left.
+    With all of them 1 a run of one process takes one device, however many there are.
 
     data divides the rows. fsdp divides the rows and the parameters, which are gathered where they are used. tensor
     divides heads, MLP features and the vocabulary; it must divide the numbers of key/value heads.

@@ -21,7 +21,7 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
     """Joins the other processes of the run, if the environment speaks of any. Call it before anything asks for devices.
 
     Known are the variables JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID,
-    Slurm's (one task a process) and those of TPU pods, on GKE too.
+    Slurm's (one task a process: alone on a host it has all its GPUs, else one) and TPU_WORKER_HOSTNAMES, as on GKE.
 
     Returns:
         Whether there are others.
@@ -40,12 +40,22 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
         count, index = map(int, numbers)
         if not 0 <= index < count:
             raise ValueError(f"JAX_PROCESS_ID={index} must be from 0 to below JAX_NUM_PROCESSES={count}")
-        jax.distributed.initialize(address, count, index)
+        # Detection would give each task of Slurm one GPU here, too.
+        jax.distributed.initialize(address, count, index, cluster_detection_method="deactivate")
     elif int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1 or "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
         jax.distributed.initialize()
+        _take_all_gpus_of_the_host(environment)
     else:
         return False
     return jax.process_count() > 1
+
+
+def _take_all_gpus_of_the_host(environment: Mapping[str, str]) -> None:
+    """Under Slurm JAX shows each task one GPU, that of its number on the host; a task alone there wants all."""
+    tasks, hosts = environment.get("SLURM_STEP_NUM_TASKS"), environment.get("SLURM_STEP_NUM_NODES")
+    if tasks and tasks == hosts and not environment.get("JAX_LOCAL_DEVICE_IDS"):
+        for vendor in ("cuda", "rocm"):
+            jax.config.update(f"jax_{vendor}_visible_devices", "all")
 
 
 def is_first() -> bool:
@@ -54,7 +64,7 @@ def is_first() -> bool:
 
 
 def agreed(seconds: float) -> float:
-    """The number that process 0 has, so that all decide alike."""
+    """The number that process 0 has, so that all decide alike. Of several processes it comes back in float32."""
     return seconds if jax.process_count() == 1 else float(multihost_utils.broadcast_one_to_all(seconds))
 
 
@@ -79,7 +89,11 @@ class StopRequest:
             signal.signal(signal.SIGTERM, self._before)
 
     def reached(self, step: int) -> bool:
-        """Whether to stop after this step; all processes get the same answer for the same step."""
+        """Whether to stop after this step; all processes get the same answer for the same step.
+
+        To be asked once before the first step, then after every step: of several processes JAX lets the run stop at the
+        first step behind the last one that it was asked about.
+        """
         if jax.process_count() > 1:
             return multihost_utils.reached_preemption_sync_point(step)
         return self._asked.is_set()

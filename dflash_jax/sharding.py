@@ -108,12 +108,13 @@ def parameter_shardings(mesh: Mesh, tree: Any) -> Any:
 
 
 def place_parameters(mesh: Mesh, tree: Any) -> Any:
-    """The tree with its arrays, of which every process has the whole, divided over the mesh."""
+    """The tree with its arrays divided over the mesh. A process has the whole of an array, or what it has of it on the
+    mesh; of several processes, all have to call."""
 
     def place(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
         if sharding.is_fully_addressable:
             return jax.device_put(leaf, sharding)
-        host = np.asarray(leaf)
+        host = whole(leaf)  # what was copied from a divided target is divided already
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: host[index])
 
     return jax.tree.map(place, tree, parameter_shardings(mesh, tree))
@@ -123,8 +124,12 @@ def whole(x: jax.Array) -> np.ndarray:
     """The array on this host, gathered from other hosts where need be: all of them have to ask."""
     if isinstance(x.sharding, NamedSharding) and not x.is_fully_addressable and not x.is_fully_replicated:
         everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
-        x = jax.jit(lambda x: x, out_shardings=everywhere)(x)
+        x = jax.jit(_same, out_shardings=everywhere)(x)
     return np.asarray(x)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x  # a function of the module, lest every call compile anew
 
 
 def to_devices(tree: Any) -> Any:

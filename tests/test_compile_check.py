@@ -1,6 +1,7 @@
 """Compiling an experiment for hardware that is not here: what is counted, what fits, what is refused."""
 
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ from dflash_jax.compiled_work import Work, array_bytes, work_of
 from dflash_jax.config import to_experiment
 from dflash_jax.hardware import CHIPS, Hardware, HardwareError, hardware
 from dflash_jax.models.family import parse_target_config
-from dflash_jax.sharding import mesh_sizes
+from dflash_jax.sharding import make_mesh, mesh_sizes
 
 PAPER = ["qwen3_4b", "qwen3_8b", "llama31_8b", "qwen3_8b_thinking", "qwen3_8b_long_context"]
 TINY = {
@@ -125,6 +126,20 @@ def test_a_tiny_experiment_compiles_for_a_tpu_slice(tmp_path, capsys):
     assert "step: collectives" in text and "all-reduce" in text
 
 
+def test_the_teacher_loss_has_its_arrays(tmp_path):
+    experiment = settings(
+        *(tmp_path, tmp_path / "chats.jsonl", tmp_path / "run"), training__loss="teacher", training__loss_tokens=16
+    )
+    mesh = make_mesh(devices=jax.devices()[:1])
+    models = compile_check.Models(experiment, parse_target_config(TINY), mesh)
+    with jax.set_mesh(mesh):
+        compile_check.training_step(models)
+        taps, hidden = (4, 32, 2, 32), (4, 32, 32)
+        shapes = [leaf.shape for leaf in jax.tree.leaves(compile_check.feature_pass(models).out_info)]
+    assert shapes == [hidden, taps]
+    assert compile_check.resident(models)["features"] == 4 * math.prod(taps) + 4 * math.prod(hidden)
+
+
 def test_what_does_not_fit_is_said_and_how_it_may():
     models = compile_check.Models.__new__(compile_check.Models)
     programs = [compile_check.Program("step", 1.0, temporary=90e9, results=0.0, work=Work(flops=459e12))]
@@ -146,6 +161,22 @@ def test_wrong_arguments_are_refused_by_name(tmp_path, capsys):
     with pytest.raises(SystemExit):
         compile_check.main([*arguments(tmp_path, mesh__data=3), "--hardware", "v5e:2x2"])
     assert "mesh data=3, fsdp=1, tensor=1: these sizes don't make up the 4 devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("programs", "step,decod", "--programs=step,decod: no decod; use features, step, decode"),
+        ("target_layers", "0", "--target_layers=0: must be at least 1"),
+        ("dump", "nowhere", "--dump=nowhere: there is no such folder"),
+        ("target_config", "nowhere.json", "--target_config=nowhere.json: No such file or directory"),
+        ("target_config", __file__, f"{__file__}: Extra data"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_compiled(tmp_path, capsys, option, value, message):
+    with pytest.raises(SystemExit) as end:
+        compile_check.main([*arguments(tmp_path), "--hardware", "v5e:2x2", f"--{option}={value}"])
+    assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 @requires_libtpu

@@ -47,11 +47,15 @@ def config(folder: Path, directory: Path, **fields) -> Path:
     return write_config(directory.with_suffix(".py"), experiment)
 
 
-def start(file: Path, processes: int, *, devices: int = 1) -> list[subprocess.Popen]:
-    """train.py in so many processes of so many devices each."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def start(file: Path, processes: int, *, devices: int = 1) -> list[subprocess.Popen]:
+    """train.py in so many processes of so many devices each."""
+    port = free_port()
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
     if processes > 1:
@@ -126,6 +130,10 @@ def test_what_two_processes_saved_is_exported_by_one(folder, alone):
     assert f"| step | {STEPS} |" in card and str(folder) not in card
     with pytest.raises(CheckpointError, match="already has"):
         export_checkpoint(directory, out)
+    (folder / "repository").mkdir()
+    (folder / "repository" / "README.md").write_text("mine")
+    with pytest.raises(CheckpointError, match="already has README.md"):
+        export_checkpoint(directory, folder / "repository")
     with pytest.raises(CheckpointError, match="no checkpoint of step 7; there are"):
         export_checkpoint(directory, folder / "other", step=7)
     with pytest.raises(CheckpointError, match="holds no training checkpoint"):
@@ -163,3 +171,34 @@ def test_a_part_of_the_variables_is_refused():
     with pytest.raises(ValueError, match="JAX_PROCESS_ID=2 must be from 0 to below JAX_NUM_PROCESSES=2"):
         join({"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"})
     assert not join({})
+
+
+@pytest.mark.parametrize(("hosts", "shown"), [(2, ["all", "all"]), (1, ["0", "1"])])
+def test_a_task_of_slurm_takes_the_gpus_of_its_host_where_it_is_alone(hosts, shown):
+    program = "import jax; from dflash_jax import processes; "
+    program += "print(processes.join(), jax.config.read('jax_cuda_visible_devices'))"
+    tasks = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": str(hosts)}
+    tasks |= {"SLURM_STEP_NODELIST": "localhost", "JAX_COORDINATOR_PORT": str(free_port()), "JAX_PLATFORMS": "cpu"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env=os.environ | tasks | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i if hosts == 1 else 0)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    texts = [process.communicate(timeout=120) for process in running]
+    assert [text for text, _ in texts] == [f"True {devices}\n" for devices in shown], texts
+
+
+@pytest.mark.slow
+def test_two_processes_start_from_the_target_and_learn_its_distributions(folder):
+    fields = {"model__initialisation": "target", "training__loss": "teacher", "training__loss_tokens": 32}
+    fields |= {"training__steps": 10, "training__rows_per_step": 4, "training__accumulation": 2}
+    directories = [folder / f"copied_by_{count}" for count in (1, 2)]
+    for count, directory in enumerate(directories, start=1):
+        ended(start(config(folder, directory, **fields), count))
+    assert_same_drafter(*directories)

@@ -188,10 +188,13 @@ def test_known_sets_are_read_as_they_are_and_those_to_evaluate_with_refused(targ
     assert row.messages[0] == {"role": "user", "content": "Add.\n\n1, 2"}
 
 
-def test_a_wrong_flag_is_one_message(target, tmp_path):
-    failed = _command(f"--target={target[0]}", "--prompts=absent.jsonl", f"--out={tmp_path}/c.jsonl")
-    assert failed.returncode == 1 and "absent.jsonl is neither a file or folder" in failed.stderr
-    assert "Traceback" not in failed.stderr
+def test_a_wrong_flag_is_one_message(target, basic, tmp_path):
+    absent = [f"--target={target[0]}", "--prompts=absent.jsonl", f"--out={tmp_path}/c.jsonl"]
+    below_a_file = [*basic, f"--out={tmp_path}/prompts.jsonl/c.jsonl"]
+    messages = ("absent.jsonl is neither a file or folder", f"File exists: '{tmp_path}/prompts.jsonl'")
+    for arguments, message in zip((absent, below_a_file), messages, strict=True):
+        failed = _command(*arguments)
+        assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
 
 
 @pytest.mark.parametrize(

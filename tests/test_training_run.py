@@ -12,11 +12,11 @@ from safetensors.numpy import load_file
 from tiny_run import bits, chat_row, own_rows, placed, read_metrics, settings, write_rows, write_target
 
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, export_drafter, load_drafter, load_target
-from dflash_jax.config import ConfigError
+from dflash_jax.config import ConfigError, MeshConfig
 from dflash_jax.data.pipeline import collate
 from dflash_jax.data.rows import TrainingRow
 from dflash_jax.decoding.generate import generate
-from dflash_jax.evaluation.training_run import HeldOut, prepare, train
+from dflash_jax.evaluation.training_run import HeldOut, devices_for, prepare, train
 from dflash_jax.training.features import OnlineFeatures, RememberedFeatures
 from dflash_jax.training.initialise import drafter_from_target, random_drafter
 from dflash_jax.training.setup import drafter_config
@@ -335,6 +335,18 @@ def test_a_warm_start_is_not_contradicted_silently(files, run, tmp_path):
 def test_a_directory_that_is_a_file_is_refused(files, tmp_path):
     (tmp_path / "run").write_text("")
     assert "checkpoint.directory=" in refusal(files, tmp_path)
+
+
+def test_a_directory_that_can_not_be_written_to_is_refused(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # whoever runs the tests may be allowed everything
+    with pytest.raises(ConfigError, match="checkpoint.directory=.*: can't be written to"):
+        train(files.settings(tmp_path / "run"))
+
+
+def test_a_mesh_of_one_takes_one_device_of_many(monkeypatch):
+    monkeypatch.setattr("jax.devices", lambda: [f"device {i}" for i in range(8)])
+    assert devices_for(MeshConfig(1, 1, 1)) == ["device 0"]
+    assert len(devices_for(MeshConfig(-1, 1, 1))) == len(devices_for(MeshConfig(1, 4, 1))) == 8
 
 
 def test_bad_rows_among_good_ones_are_counted_and_left_out(files, tmp_path, caplog):

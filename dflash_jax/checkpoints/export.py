@@ -37,7 +37,7 @@ def export_checkpoint(
         out: the folder to make.
         step: which checkpoint; default: the newest.
         dtype: of the weights in the file.
-        overwrite: whether a drafter that is there already may be replaced.
+        overwrite: whether a drafter and a README.md that are there already may be replaced.
 
     Returns:
         The folder.
@@ -49,6 +49,8 @@ def export_checkpoint(
     folder = Path(run) / CHECKPOINTS if (Path(run) / CHECKPOINTS).is_dir() else Path(run)
     if not has_checkpoint(folder):
         raise CheckpointError(f"{run} holds no training checkpoint; give the directory of a run")
+    if (Path(out) / "README.md").exists() and not overwrite:
+        raise CheckpointError(f"{out} already has README.md; choose another folder or set overwrite")
     checkpoints = TrainingCheckpoints(folder)
     chosen = checkpoints.latest_step() if step is None else step
     if chosen not in checkpoints.steps():
@@ -99,7 +101,7 @@ def _define_flags() -> None:
     flags.DEFINE_string("out", None, "The folder to make.", required=True)
     flags.DEFINE_integer("step", None, "Which checkpoint; default: the newest.", lower_bound=0)
     flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16"], "Of the weights.")
-    flags.DEFINE_bool("overwrite", False, "Replace a drafter that is there already.")
+    flags.DEFINE_bool("overwrite", False, "Replace a drafter and a README.md that are there already.")
 
 
 def main(argv: list[str]) -> None:

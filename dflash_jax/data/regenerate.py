@@ -204,7 +204,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}; every setting is a --flag=value")
     try:
         print(run(flags.FLAGS, say=lambda line: print(line, flush=True)))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

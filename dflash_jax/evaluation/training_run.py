@@ -19,7 +19,7 @@ import numpy as np
 from dflash_jax.checkpoints.export import CHECKPOINTS
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_target, read_target_config
 from dflash_jax.checkpoints.training_state import has_checkpoint
-from dflash_jax.config import ConfigError, ExperimentConfig, TrainingConfig
+from dflash_jax.config import ConfigError, ExperimentConfig, MeshConfig, TrainingConfig
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.pipeline import Batches, collate
 from dflash_jax.data.prepared import PreparedSplit, is_prepared, read_provenance, row_bytes
@@ -56,7 +56,7 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
         config = read_target_config(model.target)
     if jax.process_count() > 1:
         _check_for_many_processes(experiment)
-    mesh = mesh_for(experiment, config, jax.devices())
+    mesh = mesh_for(experiment, config, devices_for(experiment.mesh))
     mesh = None if mesh.size == 1 else mesh
     with _naming_the_target(model.target):
         target = load_target(model.target, dtype=model.target_dtype, mesh=mesh)
@@ -64,8 +64,19 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
         return _prepare(experiment, target)
 
 
+def devices_for(mesh: MeshConfig) -> list[Any]:
+    """All devices of all processes; where all sizes are 1 and there is one process, the first: the others stay idle."""
+    devices = jax.devices()
+    return devices[:1] if mesh == MeshConfig(1, 1, 1) and jax.process_count() == 1 else devices
+
+
 def _check_for_many_processes(experiment: ExperimentConfig) -> None:
-    """Refuses what needs all features on one host."""
+    """Refuses what needs all features on one host, and hosts that the hardware joins without JAX's service."""
+    if not jax.distributed.is_initialized():
+        raise ConfigError(
+            f"this is one of {jax.process_count()} processes, and they have not joined; set JAX_COORDINATOR_ADDRESS, "
+            "JAX_NUM_PROCESSES and JAX_PROCESS_ID for each (docs/clusters.md)"
+        )
     for field, value in (("training.feature_cache", "memory"), ("model.initialisation", "regression")):
         part, name = field.split(".")
         if getattr(getattr(experiment, part), name) == value:

@@ -108,13 +108,13 @@ def mesh_for(experiment: ExperimentConfig, target: TargetConfig, devices: Sequen
     try:
         mesh = make_mesh(part.data, part.fsdp, part.tensor, devices=devices)
     except ValueError as error:
-        raise ConfigError(f"mesh: {error}") from error
+        raise ConfigError(str(error)) from error
     rows, over = training.rows_per_step // training.accumulation, mesh.shape["data"] * mesh.shape["fsdp"]
     if rows % over:
         raise ConfigError(
             f"training.rows_per_step={training.rows_per_step} in training.accumulation={training.accumulation} parts "
             f"gives {rows} rows, which mesh.data={mesh.shape['data']} times mesh.fsdp={mesh.shape['fsdp']} devices "
-            f"can't share; make it a multiple of {over}, or choose other mesh sizes"
+            f"can't share; make it a multiple of {over}, or choose other mesh sizes (all of them 1: one device)"
         )
     if target.num_kv_heads % mesh.shape["tensor"]:
         raise ConfigError(

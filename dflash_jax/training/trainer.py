@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import operator
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -98,7 +99,7 @@ class Trainer:
             made_with: what is written beside an exported drafter, as MADE_WITH.
 
         Raises:
-            ConfigError: training.steps is not set, or the directory can't be made.
+            ConfigError: training.steps is not set, or the directory can't be made or written to.
         """
         if experiment.training.steps is None:
             raise ConfigError("training.steps is not set")
@@ -139,13 +140,16 @@ class Trainer:
         interval, begun_at = self._nothing_yet(), self.trained_seconds
         profile = Profile(self.experiment, self.directory)
         while not self._done():
+            if stop.reached(self.step):
+                profile.close()
+                return self._interrupted()
             begun = time.perf_counter()
             profile.before_step()
             batch, tokens = self._next_batch()
             settings = self._step_settings()
             self.state, new = train_step(self.state, self.tables, batch, settings=settings, optimizer=self.optimizer)
             jax.block_until_ready(new)
-            self.trained_seconds = agreed(self.trained_seconds + time.perf_counter() - begun)
+            self.trained_seconds += agreed(time.perf_counter() - begun)
             new = Interval(new, 1, tokens, self._needed_flops(batch, settings))
             interval = jax.tree.map(operator.add, interval, new)
             bar.update()
@@ -156,9 +160,6 @@ class Trainer:
                 self._evaluate()
             if self._due(self.experiment.checkpoint.every_steps):
                 self._save()
-            if stop.reached(self.step) and not self._done():
-                profile.close()
-                return self._interrupted()
         bar.close()
         profile.close()
         return self._finish()
@@ -213,7 +214,7 @@ class Trainer:
         }
         device = jax.devices()[0].device_kind
         if (peak := peak_flops(device)) is not None:
-            metrics["mfu"] = interval.flops / seconds / jax.device_count() / peak
+            metrics["mfu"] = interval.flops / seconds / (1 if self.mesh is None else self.mesh.size) / peak
         slots = " ".join(f"{accuracy:.2f}" for accuracy in metrics["position_accuracy"])
         bar.set_postfix_str(
             f"loss {metrics['loss']:.3f}, accepted {metrics['accepted_prefix']:.2f}, by slot {slots}, "
@@ -328,6 +329,8 @@ def _made(directory: str) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"checkpoint.directory={directory!r}: can't be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"checkpoint.directory={directory!r}: can't be written to")
     return path
 
 
