@@ -56,7 +56,9 @@ def test_peaks_are_known_by_the_names_that_jax_gives(kind, peak):
 def test_settings_versions_and_commit_are_written(tmp_path):
     experiment = settings(tmp_path, tmp_path / "chats.jsonl", tmp_path)
     write_record(tmp_path, experiment)
-    record = json.loads((tmp_path / "run.json").read_text())
+    write_record(tmp_path, experiment)  # resumed
+    record, again = json.loads((tmp_path / "run.json").read_text())
+    assert again == record
     assert record["experiment"]["training"]["steps"] == 20
     assert record["versions"]["jax"] == jax.__version__ and record["processes"] == 1
     assert git_commit(tmp_path) is None

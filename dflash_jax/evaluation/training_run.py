@@ -139,8 +139,9 @@ def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
 
 
 def _public(source: str) -> str:
-    """A name to publish: of a path on this machine only its end."""
-    return Path(source).name if Path(source).is_absolute() else source
+    """A name to publish: of a path that leads out of the working directory only its end."""
+    path = Path(source)
+    return path.name if path.is_absolute() or ".." in path.parts else source
 
 
 def _keeps_hidden(experiment: ExperimentConfig) -> bool:

@@ -17,15 +17,26 @@ PROFILED_STEPS = 3
 
 
 def write_record(directory: Path, experiment: ExperimentConfig) -> None:
-    """Writes RECORD: the settings, versions, devices and, where the package lies in a git work tree, its commit."""
+    """Adds a start of the run to RECORD, a list: the settings, versions, devices and, where the package lies in a git
+    work tree, its commit."""
+    path = directory / RECORD
     record = {
         "experiment": dataclasses.asdict(experiment),
         "commit": git_commit(Path(__file__).parent),
-        "versions": {name: importlib.metadata.version(name) for name in ("dflash-jax", "jax", "flax", "optax")},
+        "versions": {name: _version(name) for name in ("dflash-jax", "jax", "flax", "optax")},
         "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
         "processes": jax.process_count(),
     }
-    (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    path.write_text(json.dumps([*before, record], indent=2) + "\n", encoding="utf-8")
+
+
+def _version(package: str) -> str | None:
+    """None where the package is used without having been installed, from a clone."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def git_commit(folder: Path) -> str | None:
