@@ -1,8 +1,9 @@
 """Batches of a prepared set by grain: the plan of pipeline.py, read ahead by threads or worker processes.
 
-The plan is of the whole batch, the same in every process, and a process reads its share of each batch's rows. So all
-processes pad a step to the same length, and neither the order of rows nor the saved position depends on how many
-processes or workers there are: a run may go on with another number of either.
+The plan is of the whole batch, the same in every process, and a process can read its share of each batch's rows (the
+trainer lets every process read all of them: tokens are small). So all processes pad a step to the same length, and
+neither the order of rows nor the saved position depends on how many processes or workers there are: a run may go on
+with another number of either.
 """
 
 import functools
