@@ -1,7 +1,7 @@
 """Compiles an experiment for hardware that is not here: does it fit, and what will a step cost.
 
     python -m dflash_jax.compile_check --config configs/qwen3_8b.py --hardware v5p:2x2x2
-    python -m dflash_jax.compile_check --config configs/qwen3_8b.py --hardware v6e:2x4,h200x8 --target_layers 4
+    python -m dflash_jax.compile_check --config configs/qwen3_8b.py --hardware v6e:2x4,h200x8 --target_layers 8
 
 The real programs of training and decoding (feature pass, training step, a decoding round) are compiled by the
 compilers of TPUs and GPUs, which need neither. Memory is what they plan on each device; FLOPs and collectives are
@@ -289,6 +289,13 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ConfigError(f"--dump={options.dump}: there is no such folder")
 
 
+def _with_taps_in(experiment: ExperimentConfig, layers: int) -> ExperimentConfig:
+    """As many taps as before, where there are layers enough, spread over a target of so many layers."""
+    count = min(len(experiment.model.target_layer_ids) or experiment.model.num_taps, layers)
+    taps = tuple(round(index * (layers - 1) / max(count - 1, 1)) for index in range(count))
+    return dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, target_layer_ids=taps))
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m dflash_jax.compile_check", allow_abbrev=False)
     parser.add_argument("--hardware", required=True, help="names with commas, such as v5p:2x2x2,h200x8")
@@ -306,6 +313,7 @@ def main(argv: list[str]) -> None:
         config = known_target(experiment.model.target, options.target_config)
         if options.target_layers:
             config = dataclasses.replace(config, num_layers=options.target_layers)
+            experiment = _with_taps_in(experiment, options.target_layers)
         fits = [check(experiment, config, hardware(name), options) for name in options.hardware.split(",")]
     except ValueError as error:
         exit_with(error)

@@ -45,9 +45,10 @@ class ModelConfig:
 class DataConfig:
     """What is trained and evaluated on: files of regenerated chats (JSON lines), or folders of prepared sets.
 
-    Of a prepared set, train_file reads the split "train" and heldout_file "heldout". Rows are cut at max_length (those
-    of a prepared set were, when it was made) and padded to one of length_buckets. allow_other_target: train even if the
-    rows were made for another target or tokenizer.
+    Of a prepared set, train_file reads the split "train" and heldout_file "heldout"; without a heldout_file ("")
+    nothing is evaluated and the last drafter is exported. Rows are cut at max_length (those of a prepared set were,
+    when it was made) and padded to one of length_buckets. allow_other_target: train even if the rows were made for
+    another target or tokenizer.
     """
 
     train_file: str = ""

@@ -71,7 +71,7 @@ def mesh_sizes(sizes: tuple[int, ...], devices: int) -> tuple[int, ...]:
         raise ValueError(f"mesh {named}: sizes must be at least 1, and at most one of them −1 (what is left)")
     filled = tuple(devices // known if size == -1 else size for size in sizes)
     if int(np.prod(filled)) != devices:
-        raise ValueError(f"mesh {named}: these sizes don't make up the {devices} devices there are")
+        raise ValueError(f"mesh {named}: these sizes don't make up the {devices} devices there are; −1 is what is left")
     return filled
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 from flax import nnx
 
 from dflash_jax.checkpoints.huggingface import export_drafter
@@ -105,6 +105,7 @@ def _define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
+    logging.set_verbosity(logging.WARNING)  # Orbax tells at INFO of all its parts
     if len(argv) > 1:
         exit_with(ValueError(f"unknown arguments: {' '.join(argv[1:])}"))
     flag = flags.FLAGS

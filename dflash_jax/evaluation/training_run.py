@@ -111,6 +111,8 @@ def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
     config, drafter = starting_drafter(experiment, target)
     _announce(experiment, target, config, drafter, lengths)
     training = experiment.training
+    # Before anything takes long: a wrong file is found now.
+    evaluate = HeldOut(experiment, target, config) if data.heldout_file else None
     features = make_features(
         *(training.feature_cache, target.model, config.target_layer_ids, rows, lengths),
         with_hidden=_keeps_hidden(experiment),
@@ -122,10 +124,11 @@ def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
         if not _keeps_hidden(experiment):
             fitted_on = OnlineFeatures(target.model, config.target_layer_ids, with_hidden=True)
         moments = row_moments(singles, fitted_on, target.model.embedding[...])
+        logger.info("solving for the start")
         drafter = drafter_by_regression(config, target.model, *moments, training.seed)
     return Trainer(
         *(experiment, target, config, drafter, batches),
-        HeldOut(experiment, target, config) if data.heldout_file else None,
+        evaluate,
         features=features,
         tables=_tables(training, target, rows, len(lengths)),
         data_fingerprint=fingerprint,
