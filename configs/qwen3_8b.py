@@ -1,7 +1,7 @@
 """The paper's drafter for Qwen3-8B without thinking: 5 layers, block 16, 512 anchors a row, 3,072 tokens, 6 epochs.
 
-Paper, section 5.1; the batch of 64 rows is ours, the paper does not say. For eight devices (v5p:2x2x2, v6e:2x4 or one
-host of 8 H200): parameters and rows divided over all of them, one row a device at a time. What the compilers say of
+Paper, section 5.1; the batch of 64 rows is ours, the paper does not say. For eight devices (v5p:2x2x2 or one host of
+8 H200): parameters and rows divided over all of them, one row a device at a time. What the compilers say of
 memory and work is in docs/compile_check.md; it has not been trained yet.
 
     python -m dflash_jax.compile_check --config configs/qwen3_8b.py --hardware v5p:2x2x2
