@@ -38,7 +38,7 @@ from dflash_jax.hardware import Chip, Hardware, hardware
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import DrafterConfig, TargetConfig, parse_target_config
 from dflash_jax.models.target import Target
-from dflash_jax.sharding import parameter_spec, spec_of
+from dflash_jax.sharding import parameter_shardings, spec_of
 from dflash_jax.training.setup import drafter_config, mesh_for, optimizer_of, step_settings
 from dflash_jax.training.step import (
     Batch,
@@ -89,12 +89,11 @@ class Models:
     def placed(self, tree: Any, dtype: str | None = None) -> Any:
         """Shapes of parameters, with the dtype and where they live."""
 
-        def place(path, leaf):
-            spec = parameter_spec(self.mesh, jax.tree_util.keystr(path, simple=True, separator="."), leaf.shape)
+        def place(leaf, sharding):
             kind = leaf.dtype if dtype is None else jnp.dtype(dtype)
-            return jax.ShapeDtypeStruct(leaf.shape, kind, sharding=NamedSharding(self.mesh, spec))
+            return jax.ShapeDtypeStruct(leaf.shape, kind, sharding=sharding)
 
-        return jax.tree_util.tree_map_with_path(place, tree)
+        return jax.tree.map(place, tree, parameter_shardings(self.mesh, tree))
 
     def array(self, shape: tuple[int, ...], dtype, *meaning: str | None) -> Any:
         """The shape of an activation whose first axes mean this, as a ShapeDtypeStruct."""

@@ -57,7 +57,7 @@ def export_checkpoint(
         raise CheckpointError(f"{run} has no checkpoint of step {chosen}; there are {checkpoints.steps()}")
     position = checkpoints.restore_position(chosen)
     if "drafter" not in position:
-        raise CheckpointError(f"{run}, step {chosen}: was saved without its drafter's description; resume the run once")
+        raise CheckpointError(f"{run}, step {chosen}: was saved by a version that left out the drafter's description")
     config = parse_drafter_config(position["drafter"])
     drafter = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
     drafter = checkpoints.restore_part(chosen, "drafter", drafter)
