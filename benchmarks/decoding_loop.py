@@ -72,7 +72,7 @@ def _draft(target, drafter, width: int, length: int) -> float:
         return Proposal(jnp.argmax(logits, -1).astype(jnp.int32), None)
 
     def step(drafter, target, cache):
-        cache = drafter.absorb(cache, taps, position[:, None] - width + jnp.arange(width))
+        cache = drafter.absorb(cache, taps, position[:, None] - width + jnp.arange(width), position)
         proposal = drafter.propose(target, cache, jnp.ones((1,), jnp.int32), position, argmax, width=width)
         return proposal.tokens, cache
 

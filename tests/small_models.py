@@ -109,7 +109,7 @@ class RiggedDrafter:
     def init_cache(self, batch: int, length: int) -> tuple:
         return ()
 
-    def absorb(self, cache: tuple, taps_BTMD: jax.Array, positions_BT: jax.Array) -> tuple:
+    def absorb(self, cache: tuple, taps_BTMD: jax.Array, positions_BT: jax.Array, anchors_B: jax.Array) -> tuple:
         return cache
 
     def propose(self, target, cache, anchor_B, position_B, draw, *, width: int) -> Proposal:

@@ -34,8 +34,9 @@ def draft(drafter, target, taps_BTF, anchor, block_BW):
     """
     B, T = taps_BTF.shape[:2]
     taps_BTMD = taps_BTF.reshape(B, T, -1, target.config.hidden_size)
-    cache = drafter.absorb(drafter.init_cache(B, T + 8), taps_BTMD, jnp.broadcast_to(jnp.arange(T), (B, T)))
-    hidden_BWD = drafter.block_hidden(target.embed(block_BW), cache, jnp.broadcast_to(anchor, (B,)))
+    positions_BT, anchors_B = jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.broadcast_to(anchor, (B,))
+    cache = drafter.absorb(drafter.init_cache(B, T + 8), taps_BTMD, positions_BT, anchors_B)
+    hidden_BWD = drafter.block_hidden(target.embed(block_BW), cache, anchors_B)
     return hidden_BWD, target.logits(hidden_BWD)
 
 

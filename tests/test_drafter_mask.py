@@ -61,18 +61,18 @@ def packed_gradients(drafter: Drafter, given: Inputs, d_hidden_AWD: jax.Array) -
 
 @jax.jit
 def cached(drafter: Drafter, given: Inputs, junk: jax.Array) -> jax.Array:
-    """The same blocks as decoding sees them: one row for each anchor, the context written in two pieces.
+    """The same blocks as decoding sees them: one row for each anchor, a prompt of 8, then rounds that accept 3 of W.
 
-    As after a rejected proposal, `junk` stands in the cache at the anchor and behind it.
+    As after a rejected proposal, `junk` is given at the next anchor and behind it.
     """
     A = len(ANCHORS)
-    taps_ATMD = jnp.broadcast_to(given.taps_TMD, (A, *given.taps_TMD.shape))
-    beyond_AT = jnp.arange(T) >= jnp.array(ANCHORS)[:, None]
-    taps_ATMD = jnp.where(beyond_AT[:, :, None, None], junk, taps_ATMD)
-    positions_AT = jnp.broadcast_to(jnp.arange(T), (A, T))
     cache = drafter.init_cache(A, T + 12)
-    for piece in (slice(0, 8), slice(8, T)):
-        cache = drafter.absorb(cache, taps_ATMD[:, piece], positions_AT[:, piece])
+    for first, last, accepted in ((0, 8, 8), *((start, start + W, 3) for start in range(8, T, 3))):
+        positions_AP = jnp.broadcast_to(jnp.arange(first, last), (A, last - first))
+        anchors_A = jnp.minimum(jnp.array(ANCHORS), first + accepted)
+        taps_APMD = given.taps_TMD[jnp.minimum(positions_AP, T - 1)]
+        taps_APMD = jnp.where((positions_AP >= anchors_A[:, None])[:, :, None, None], junk, taps_APMD)
+        cache = drafter.absorb(cache, taps_APMD, positions_AP, anchors_A)
     return drafter.block_hidden(given.embedded_AWD, cache, jnp.array(ANCHORS))
 
 
@@ -84,6 +84,12 @@ def test_packed_training_pass_equals_cached_decoding_pass(kind):
     for junk in (0.0, 7.0):
         logits = np.asarray(cached(drafter, inputs(), jnp.float32(junk)) @ head_VD.T)
         np.testing.assert_allclose(logits, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
+
+
+def test_a_layer_with_a_window_keeps_no_more_than_its_window():
+    keys = drafter_of("one of each").init_cache(3, 4096).keys
+    assert [layer.shape[2] for layer in keys] == [4096, 9]
+    assert [layer.shape[2] for layer in drafter_of("one of each").init_cache(3, 8).keys] == [8, 8]
 
 
 def test_the_kinds_differ():

@@ -112,7 +112,7 @@ def prefill(
         rounds=jnp.zeros((B,), jnp.int32),
         sampling=sampling,
         target_cache=target_cache,
-        drafter_cache=drafter.absorb(drafter.init_cache(B, cache_length), taps_BPMD, positions_BP),
+        drafter_cache=drafter.absorb(drafter.init_cache(B, cache_length), taps_BPMD, positions_BP, lengths_B),
     )
     none_1 = jnp.zeros((1,), jnp.int32)
     progress = Progress(first_B1, jnp.ones_like(lengths_B), done_B, jnp.int32(0), tried=none_1, kept=none_1)
@@ -191,7 +191,7 @@ def one_round(target, drafter, state: LoopState, settings: LoopSettings) -> tupl
         rounds=state.rounds + ~state.done,
         sampling=state.sampling,
         target_cache=target.commit(target_cache, lengths_B),
-        drafter_cache=drafter.absorb(state.drafter_cache, taps_BWMD, positions_BW),
+        drafter_cache=drafter.absorb(state.drafter_cache, taps_BWMD, positions_BW, lengths_B - 1),
     )
     return state, counts_B, verified_B
 

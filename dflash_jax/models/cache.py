@@ -1,7 +1,11 @@
-"""Key/value cache: preallocated, written at explicit positions, so slot s always holds position s of its row."""
+"""Key/value cache: preallocated, written at explicit positions, so slot s always holds position s of its row.
+
+The cache of a layer with a sliding window may be a ring: position p stands in slot p mod its length.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -25,12 +29,12 @@ class KVCache(NamedTuple):
         return self.keys[0].shape[2]
 
 
-def empty_cache(num_layers: int, batch: int, num_kv_heads: int, length: int, head_dim: int, dtype) -> KVCache:
-    """Zeros for `num_layers` layers."""
-    shape = (batch, num_kv_heads, length, head_dim)
+def empty_cache(lengths: Sequence[int], batch: int, num_kv_heads: int, head_dim: int, dtype) -> KVCache:
+    """Zeros, one layer for each of `lengths`."""
 
     def zeros() -> tuple[jax.Array, ...]:
-        return tuple(constrain(jnp.zeros(shape, dtype), "rows", "heads") for _ in range(num_layers))
+        shapes = [(batch, num_kv_heads, length, head_dim) for length in lengths]
+        return tuple(constrain(jnp.zeros(shape, dtype), "rows", "heads") for shape in shapes)
 
     return KVCache(zeros(), zeros())
 
@@ -41,3 +45,24 @@ def write(cache_BKSH: jax.Array, new_BTKH: jax.Array, start_B: jax.Array) -> jax
     return jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (0, start, 0)))(
         cache_BKSH, new_BKTH, start_B
     )
+
+
+def write_ring(ring_BKRH: jax.Array, new_BTKH: jax.Array, positions_BT: jax.Array, end_B: jax.Array) -> jax.Array:
+    """Puts those of T new entries into a ring that stand before end_B and that newer ones of these don't replace.
+
+    What stands at end_B or behind it is not written: it would replace an entry that is still in use.
+    """
+    R = ring_BKRH.shape[2]
+    kept_BT = (positions_BT < end_B[:, None]) & (positions_BT >= end_B[:, None] - R)
+    slots_BT = jnp.where(kept_BT, positions_BT % R, R)  # R: nowhere
+    new_BKTH = new_BTKH.astype(ring_BKRH.dtype).swapaxes(1, 2)
+    return jax.vmap(lambda ring, new, slots: ring.at[:, slots].set(new, mode="drop"))(ring_BKRH, new_BKTH, slots_BT)
+
+
+def ring_positions(length: int, end_B: jax.Array) -> jax.Array:
+    """Which position each slot of a ring holds once all positions before end_B are written, [B, R].
+
+    Negative: none yet.
+    """
+    newest_B1 = end_B[:, None] - 1
+    return newest_B1 - (newest_B1 - jnp.arange(length)) % length

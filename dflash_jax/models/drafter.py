@@ -13,7 +13,7 @@ from flax import nnx
 
 from dflash_jax.kernels.block_attention import SAVED, Backend, block_attention
 from dflash_jax.models.attention import Segment, grouped_attention
-from dflash_jax.models.cache import KVCache, empty_cache, write
+from dflash_jax.models.cache import KVCache, empty_cache, ring_positions, write, write_ring
 from dflash_jax.models.family import DrafterConfig
 from dflash_jax.models.layers import MLP, AttentionProjections, Linear, RMSNorm
 from dflash_jax.models.proposal import Draw, Proposal
@@ -120,18 +120,32 @@ class Drafter(nnx.Module):
     # Decoding: one block a row, context in a cache.
 
     def init_cache(self, batch: int, length: int) -> KVCache:
-        """Room for the context keys and values of `length` positions. Block keys and values are never kept."""
-        c = self.config
-        return empty_cache(c.num_layers, batch, c.num_kv_heads, length, c.head_dim, self.fc.weight[...].dtype)
+        """Room for the context keys and values of `length` positions, in a layer with a window for no more than that.
 
-    def absorb(self, cache: KVCache, taps_BTMD: jax.Array, positions_BT: jax.Array) -> KVCache:
-        """Writes the context keys and values of T consecutive positions of each row."""
+        Block keys and values are never kept.
+        """
+        c = self.config
+        windows = [c.layer_window(index) for index in range(c.num_layers)]
+        lengths = [length if window is None else min(window, length) for window in windows]
+        return empty_cache(lengths, batch, c.num_kv_heads, c.head_dim, self.fc.weight[...].dtype)
+
+    def absorb(self, cache: KVCache, taps_BTMD: jax.Array, positions_BT: jax.Array, anchors_B: jax.Array) -> KVCache:
+        """Writes the context keys and values of T consecutive positions of each row.
+
+        anchors_B: where the next anchor stands. What is given of positions from there on does not count.
+        """
         context_BTD, rotated = self.fuse(taps_BTMD), self._rotation(positions_BT)
+
+        def put(index: int, cache_BKSH: jax.Array, new_BTKH: jax.Array) -> jax.Array:
+            if self.config.layer_window(index) is None:
+                return write(cache_BKSH, new_BTKH, positions_BT[:, 0])
+            return write_ring(cache_BKSH, new_BTKH, positions_BT, anchors_B)
+
         keys, values = [], []
         for index, layer in enumerate(self.layers):
             k_BTKH, v_BTKH = layer.attention.keys_values(context_BTD, rotated)
-            keys.append(write(cache.keys[index], k_BTKH, positions_BT[:, 0]))
-            values.append(write(cache.values[index], v_BTKH, positions_BT[:, 0]))
+            keys.append(put(index, cache.keys[index], k_BTKH))
+            values.append(put(index, cache.values[index], v_BTKH))
         return KVCache(tuple(keys), tuple(values))
 
     def block_hidden(self, embedded_BWD: jax.Array, cache: KVCache, position_B: jax.Array) -> jax.Array:
@@ -142,7 +156,7 @@ class Drafter(nnx.Module):
         for index, layer in enumerate(self.layers):
 
             def attend(q, k, v, index=index):
-                context_mask_BWS, block_mask_BWW = self._decoding_masks(index, position_B, W, cache.length)
+                context_mask_BWS, block_mask_BWW = self._decoding_masks(index, position_B, W, cache.keys[index].shape[2])
                 context = Segment(cache.keys[index], cache.values[index], context_mask_BWS)
                 block = Segment(k.swapaxes(1, 2), v.swapaxes(1, 2), block_mask_BWW)
                 return grouped_attention(q, [context, block], self.config.head_dim**-0.5)
@@ -152,15 +166,15 @@ class Drafter(nnx.Module):
 
     def _decoding_masks(self, index: int, position_B: jax.Array, W: int, S: int) -> tuple[jax.Array, jax.Array]:
         """What slot w of each row may read: of the cache, bool [B, W, S], and of its block, [B, W, W]."""
-        slot_W, key_S = jnp.arange(W), jnp.arange(S)
-        window = self.config.layer_window(index)
+        slot_W, window = jnp.arange(W), self.config.layer_window(index)
+        at_BS = jnp.arange(S)[None] if window is None else ring_positions(S, position_B)
         B = position_B.shape[0]
-        context_BWS = jnp.broadcast_to(key_S < position_B[:, None, None], (B, W, S))
+        context_BWS = jnp.broadcast_to(((at_BS >= 0) & (at_BS < position_B[:, None]))[:, None], (B, W, S))
         block_WW = jnp.ones((W, W), bool)
         if self.config.layer_is_causal(index):
             block_WW &= slot_W[None, :] <= slot_W[:, None]
         if window is not None:
-            context_BWS &= position_B[:, None, None] + slot_W[None, :, None] - key_S < window
+            context_BWS &= position_B[:, None, None] + slot_W[None, :, None] - at_BS[:, None, :] < window
             block_WW &= slot_W[:, None] - slot_W[None, :] < window
         return context_BWS, jnp.broadcast_to(block_WW, (B, W, W))
 

@@ -5,7 +5,8 @@ A drafter is anything with these; the loop, the acceptance rules and the benchma
     tap_layers                                          target layers it wants to read
     max_width                                           widest block it can propose, anchor included
     init_cache(batch, length) → cache
-    absorb(cache, taps_BTMD, positions_BT) → cache      after prefill and after every verify pass
+    absorb(cache, taps_BTMD, positions_BT, anchors_B) → cache   after prefill and after every verify pass; taps at and
+                                                        behind the next anchor are of tokens that were refused
     propose(target, cache, anchor_B, position_B, draw, width=W) → Proposal
 
 Every leaf of a cache has the batch as its first axis, so that a row can be replaced. `draw` turns logits into tokens,
@@ -45,7 +46,7 @@ class NoDrafter(nnx.Module):
     def init_cache(self, batch: int, length: int) -> tuple:
         return ()
 
-    def absorb(self, cache: tuple, taps_BTMD: jax.Array, positions_BT: jax.Array) -> tuple:
+    def absorb(self, cache: tuple, taps_BTMD: jax.Array, positions_BT: jax.Array, anchors_B: jax.Array) -> tuple:
         return cache
 
     def propose(self, target, cache, anchor_B, position_B, draw: Draw, *, width: int) -> Proposal:

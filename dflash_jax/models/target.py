@@ -66,7 +66,7 @@ class Target(nnx.Module):
     def init_cache(self, batch: int, length: int) -> KVCache:
         """A cache for `length` positions of each row. Allow for one block beyond the last token kept."""
         c = self.config
-        return empty_cache(c.num_layers, batch, c.num_kv_heads, length, c.head_dim, self.dtype)
+        return empty_cache([length] * c.num_layers, batch, c.num_kv_heads, c.head_dim, self.dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Token ids [...] → embeddings [..., D]."""
