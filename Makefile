@@ -14,7 +14,8 @@ quickstart: $(STAMPS)/quickstart
 test: $(STAMPS)/test
 	"$(VENV)/bin/python" -m pytest --numprocesses 2 --dist loadfile
 
-test-long: $(STAMPS)/test
+# Also compiles for GPUs, with a compiler of some 250 MB.
+test-long: $(STAMPS)/test $(STAMPS)/gpu-compile
 	"$(VENV)/bin/python" -m pytest --numprocesses 2 --dist loadfile -m long
 
 lint: $(STAMPS)/test

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,7 @@ def known_costs(monkeypatch):
             return True
 
     monkeypatch.setattr(runner, "_COSTS", collections.defaultdict(Fixed))
+    monkeypatch.setattr(runner, "_CONTROLLERS", weakref.WeakKeyDictionary())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

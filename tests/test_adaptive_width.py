@@ -43,16 +43,25 @@ def one_round(width: int, room: int, accept, rng: random.Random) -> int:
 
 
 class Simulation:
-    """Decoding of one row in simulated time. acceptance(tokens so far) gives what `one_round` takes."""
+    """Decoding of one row in simulated time. acceptance(tokens so far) gives what `one_round` takes.
 
-    def __init__(self, table, acceptance, *, tokens: int, costs: RoundCosts | None = None, seed: int = 0):
+    call: tokens of a call, if they come in several.
+    """
+
+    def __init__(
+        self, table, acceptance, *, tokens: int, costs: RoundCosts | None = None, seed: int = 0, call: int | None = None
+    ):
         self.table, self.acceptance, self.rng = table, acceptance, random.Random(seed)
         self.costs = measured(table) if costs is None else costs
         self.controller = WidthController(W, self.costs)
         self.tokens, self.seconds = 0, 0.0
         self.history: list[tuple[int, int]] = []  # tokens before a round, its width
         self.budget = tokens
+        next_call = call or tokens
         while self.tokens < self.budget:
+            if self.tokens >= next_call:
+                self.controller.begin_call()
+                next_call += call
             self._chunk()
 
     def _chunk(self) -> None:
@@ -127,6 +136,29 @@ def test_candidates_are_powers_of_two_and_the_widest():
 def test_a_drafter_that_is_always_wrong_costs_at_most_a_tenth(table, known, tokens):
     run = Simulation(table, always(0.0), tokens=tokens, costs=None if known else RoundCosts())
     assert run.seconds <= min(1.1 * tokens, bound(tokens))
+
+
+@TABLES
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("call", [20, 50, 100])
+def test_many_calls_lose_no_more_than_one(table, known, call):
+    """What one call has lost, the next does not lose again; with another drafter than the last it may."""
+    run = Simulation(table, always(0.0), tokens=2000, costs=None if known else RoundCosts(), call=call)
+    assert run.seconds <= bound(2000)
+    assert run.share(1, 1000, 2000) > 0.97
+
+
+@pytest.mark.parametrize("table", [TWO_CORES, ACCELERATOR])
+def test_a_good_drafter_is_used_from_the_start_of_the_next_call_and_soon_after_a_bad_one(table):
+    good = Simulation(table, always(0.95), tokens=2000, call=100)
+    assert good.share(1, 0, 2000) < 0.05
+    turned = Simulation(table, turning(0.0, 0.95), tokens=2000, call=100)
+    assert turned.share(1, 800, 2000) < 0.1
+
+
+def test_what_a_call_has_gained_is_not_the_next_ones_to_lose():
+    run = Simulation(TWO_CORES, turning(0.95, 0.0), tokens=TURN + 100, call=TURN)
+    assert run.seconds_from(TURN) <= bound(100)
 
 
 def test_tries_after_falling_back_become_rare():

@@ -5,9 +5,10 @@ probability that slots 1 … k are all accepted. Width 1 is plain decoding, so w
 drafted, and after a while that doubles each time in vain it is tried again.
 
 What a call can lose against plain decoding is bounded: rounds that are expected to cost more than they give are only
-run on an allowance of 4 plain rounds and 3 % of the tokens so far. Not in the bound: costs measured wrong, what the
-drafter absorbs in rounds of width 1, which plain decoding without a drafter does not do, and the round that a stream
-launches before it knows what the last one gave.
+run on an allowance of 4 plain rounds and 3 % of the tokens so far. The next call with the same drafter goes on where
+this one ended: with what was lost and not made up for, with half of what was learned of the slots, and with the rest
+that was begun, if it is short. Not in the bound: costs measured wrong, what the drafter absorbs in rounds of width 1, which plain
+decoding without a drafter does not do, and the round that a stream launches before it knows what the last one gave.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class RoundCosts:
 class WidthController:
     """Says the next width and how many rounds to run at it; is told what they accepted.
 
-    A round's cost is looked up in `costs`, which the caller fills. Amounts of time are in plain rounds.
+    A round's cost is looked up in `costs`, which the caller fills. Amounts of time are in plain rounds. It outlives
+    calls; each opens with `begin_call`.
     """
 
     def __init__(self, max_width: int, costs: RoundCosts):
@@ -77,6 +79,15 @@ class WidthController:
         self._tried, self._kept = [0.0] * max_width, [0.0] * max_width
         self._tokens = self._debt = self._debt_before = 0.0
         self._rest, self._next_rest = 0, FIRST_REST
+        self._width, self._chunk = 0, 1
+
+    def begin_call(self) -> None:
+        """A new call, about something else perhaps. What the last ones gained can't be lost in it, what they lost is."""
+        lost = max(0.0, self._debt - ALLOWANCE_SHARE * self._tokens)
+        self._debt_before += lost - self._debt
+        self._tokens, self._debt = 0.0, lost
+        self._tried, self._kept = [x / 2 for x in self._tried], [x / 2 for x in self._kept]
+        self._rest = min(self._rest, FIRST_REST)
         self._width, self._chunk = 0, 1
 
     def next(self) -> tuple[int, int]:

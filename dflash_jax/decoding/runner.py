@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ EMPTY_LAUNCHES = 3
 
 # What rounds cost outlives the call. Keys: what a compilation of run_rounds depends on, but for the width.
 _COSTS: dict = collections.defaultdict(RoundCosts)
+# And so does what a drafter is worth, for as long as it lives. Keys below a drafter: the same.
+_CONTROLLERS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class Runner:
@@ -29,8 +32,13 @@ class Runner:
         self._models = flatten(request.target, request.drafter)
         self._controller = None
         if request.adaptive:
-            self._costs = _COSTS[self._program()]
-            self._controller = WidthController(request.settings.width, self._costs)
+            program = self._program()
+            self._costs = _COSTS[program]
+            of_drafter = _CONTROLLERS.setdefault(request.drafter, {})
+            if program not in of_drafter:
+                of_drafter[program] = WidthController(request.settings.width, self._costs)
+            self._controller = of_drafter[program]
+            self._controller.begin_call()
         self._waited = True  # for the last rounds, so that the clock says when they ended
         self.rounds_by_width: dict[int, int] = collections.Counter()
 
