@@ -1,11 +1,12 @@
 """Cycles of the TPU kernels of block attention by the compiler's own schedule; no TPU needed.
 
-    python benchmarks/tpu_schedule.py --generation v5p
+    python benchmarks/tpu_schedule.py --generation v5p [--tiles 128x512]
 
 Compiles forward and backward with libtpu (`pip install 'dflash-jax[tpu]'`, x86-64 Linux), reads the instruction
 bundles that the compiler scheduled, one a cycle, and multiplies every part of a kernel with how often it runs for the
 given anchors. That is an estimate and no measurement: it leaves out waiting for memory, which the pipeline is meant to
-hide, and the program around the kernels.
+hide, and the program around the kernels. --tiles: block slots of a query tile × keys of a key tile, instead of those
+that the package chooses.
 """
 
 from __future__ import annotations
@@ -144,10 +145,14 @@ def main() -> None:
     sizes = dict(blocks=512, width=16, context=3072, heads=32, kv_heads=8, head_size=128)
     for name, default in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--tiles", metavar="SLOTSxKEYS")
     arguments = parser.parse_args()
 
-    from dflash_jax.kernels import _tiles
+    from dflash_jax.kernels import _tiles, _tpu_layout
 
+    if arguments.tiles:
+        chosen = _tpu_layout.TileSizes(*map(int, arguments.tiles.split("x")))
+        _tpu_layout.choose_tiles = lambda *_: chosen
     schedules = compile_kernels(arguments.generation, arguments)
     kinds, useful_scores, to = visits_of(arguments)
     flops_per_cycle, cores, clock = CHIPS[arguments.generation]

@@ -142,10 +142,9 @@ def test_a_drafter_that_is_always_wrong_costs_at_most_a_tenth(table, known, toke
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("call", [20, 50, 100])
 def test_many_calls_lose_no_more_than_one(table, known, call):
-    """What one call has lost, the next does not lose again; with another drafter than the last it may."""
+    """What one call has lost, the next does not lose again."""
     run = Simulation(table, always(0.0), tokens=2000, costs=None if known else RoundCosts(), call=call)
     assert run.seconds <= bound(2000)
-    assert run.share(1, 1000, 2000) > 0.97
 
 
 @pytest.mark.parametrize("table", [TWO_CORES, ACCELERATOR])

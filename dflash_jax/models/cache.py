@@ -42,9 +42,22 @@ def empty_cache(lengths: Sequence[int], batch: int, num_kv_heads: int, head_dim:
 def write(cache_BKSH: jax.Array, new_BTKH: jax.Array, start_B: jax.Array) -> jax.Array:
     """Puts T new entries of each row at slots start … start+T−1. The caller allocates so that they fit."""
     new_BKTH = new_BTKH.astype(cache_BKSH.dtype).swapaxes(1, 2)
-    return jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (0, start, 0)))(
-        cache_BKSH, new_BKTH, start_B
-    )
+
+    def by_row(cache_BKSH: jax.Array, new_BKTH: jax.Array, start_B: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (0, start, 0)))(
+            cache_BKSH, new_BKTH, start_B
+        )
+
+    def by_head(cache_BKSH: jax.Array, new_BKTH: jax.Array, start_B: jax.Array) -> jax.Array:
+        start_BK = jnp.broadcast_to(start_B[:, None], cache_BKSH.shape[:2])
+        return jax.vmap(jax.vmap(lambda head, new, start: jax.lax.dynamic_update_slice(head, new, (start, 0))))(
+            cache_BKSH, new_BKTH, start_BK
+        )
+
+    # One entry of one row is a slice that XLA for CPUs also computes inside what reads it, and copies the cache for.
+    if new_BKTH.shape[0] == new_BKTH.shape[2] == 1:
+        return jax.lax.platform_dependent(cache_BKSH, new_BKTH, start_B, cpu=by_head, default=by_row)
+    return by_row(cache_BKSH, new_BKTH, start_B)
 
 
 def write_ring(ring_BKRH: jax.Array, new_BTKH: jax.Array, positions_BT: jax.Array, end_B: jax.Array) -> jax.Array:
