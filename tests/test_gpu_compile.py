@@ -7,6 +7,8 @@ import pytest
 from gpu_compiler import compile_for_h200, requires_cuda_compiler
 from test_tpu_compile import KERNELS, abstract_arrays, forward_and_backward, largest_buffer
 
+pytestmark = pytest.mark.long
+
 
 def kernels_in(text: str) -> set[str]:
     calls = [line for line in text.splitlines() if 'custom_call_target="mosaic_gpu' in line]
