@@ -5,10 +5,11 @@
         --dtype bfloat16 --backends xla gpu --peak-tflops 989                # paper size; 989: an H200 in bfloat16
 
 Compares backends with others under the same mask over all keys: `jax.nn.dot_product_attention`, on a GPU also through
-cuDNN, and on a TPU JAX's splash attention, which is told the mask when it is compiled. Where one cannot do it, the table
-says why. `--tiles 128x512 256x256` times the tpu backend with other tiles (block slots × context keys) than its own.
-Anchors are uniform, documents begin at 0. "needed" are the operations of the scores that the mask allows: 2 products forward, 5 more backward (those
-that recompute scores are not counted); bytes are the arguments and results, each once.
+cuDNN, and on a TPU JAX's splash attention, which is told the mask when it is compiled. Where one cannot do it, the
+table says why. `--tiles 128x512 256x256` times the tpu backend with other tiles (block slots × context keys) than its
+own. Anchors are uniform, documents begin at 0. "needed" are the operations of the scores that the mask allows: 2
+products forward, 5 more backward (those that recompute scores are not counted); bytes are the arguments and results,
+each once.
 """
 
 from __future__ import annotations

@@ -102,12 +102,14 @@ class MeshConfig:
     With all of them 1 a run of one process takes one device, however many there are.
 
     data divides the rows. fsdp divides the rows and the parameters, which are gathered where they are used. tensor
-    divides heads, MLP features and the vocabulary; it must divide the numbers of key/value heads.
+    divides heads, MLP features and the vocabulary; it must divide the numbers of key/value heads. sequence, for long
+    rows, divides their positions and anchors, and the parameters; it must divide the padded lengths.
     """
 
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    sequence: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

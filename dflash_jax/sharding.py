@@ -1,14 +1,16 @@
 """Where arrays live: the mesh of devices, and one table from what an axis means to the mesh axes that divide it.
 
-The mesh has three axes. "data" and "fsdp" both divide the rows of a batch; "fsdp" divides the parameters too, which
-are gathered where they are used; "tensor" divides heads, MLP features and the vocabulary. Code says what the axes of an
-array mean (`constrain`, PARAMETERS), RULES says what that comes to, and the compiler does the rest. Without a mesh in
-the context (`jax.set_mesh`) nothing here does anything, so one device runs the same code.
+The mesh has four axes. "data" and "fsdp" both divide the rows of a batch; "fsdp" divides the parameters too, which
+are gathered where they are used; "sequence" divides the positions of a row, the blocks drawn from it, and the
+parameters as "fsdp" does; "tensor" divides heads, MLP features and the vocabulary. Code says what the axes of an array
+mean (`constrain`, PARAMETERS), RULES says what that comes to, and the compiler does the rest. Without a mesh in the
+context (`jax.set_mesh`) nothing here does anything, so one device runs the same code.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,15 +20,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "sequence", "tensor")
 
 # What an axis means → the mesh axes that divide it.
 RULES: dict[str, tuple[str, ...]] = {
     "rows": ("data", "fsdp"),
+    "positions": ("sequence",),
+    "blocks": ("sequence",),
     "heads": ("tensor",),
     "features": ("tensor",),
     "vocabulary": ("tensor",),
-    "hidden": ("fsdp",),
+    "hidden": ("fsdp", "sequence"),
+    "columns": ("fsdp",),  # of the tables
+    "row_groups": ("data",),
 }
 
 # The end of a parameter's path → what its axes mean. What is not listed (norms, biases of sums) is on every device.
@@ -38,24 +44,26 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     r"\b(gate|up)_proj\.bias": ("features",),
     r"\bdown_proj\.weight": ("hidden", "features"),
     r"\bfc\.weight": ("hidden", "features"),
-    r"\b(embedding|head|shortlist)": ("vocabulary", "hidden"),
+    r"\b(embedding|head|shortlist)": ("vocabulary", "columns"),
 }
 
 _AnyMesh = Mesh | AbstractMesh
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of data · fsdp · tensor devices; neighbouring devices share the last axes.
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, *, sequence: int = 1, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """A mesh of data · fsdp · sequence · tensor devices; neighbouring devices share the last axes.
 
     Args:
-        data, fsdp, tensor: sizes of the axes; one of them may be −1, for all devices that the others leave.
+        data, fsdp, tensor, sequence: sizes of the axes; one of them may be −1, for all devices that the others leave.
         devices: default: all, of every process.
 
     Raises:
         ValueError: the sizes don't make up the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = mesh_sizes((data, fsdp, tensor), len(devices))
+    sizes = mesh_sizes((data, fsdp, sequence, tensor), len(devices))
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices)
 
 
@@ -92,6 +100,12 @@ def dividing(mesh: _AnyMesh, name: str, size: int) -> tuple[str, ...]:
 def _divided(mesh: _AnyMesh, name: str | None, size: int) -> tuple[str, ...] | None:
     axes = dividing(mesh, name, size) if name else ()
     return tuple(axis for axis in axes if mesh.shape[axis] > 1) or None
+
+
+def shares(name: str, size: int) -> int:
+    """Among how many devices of the context's mesh an axis of this meaning and size is divided."""
+    mesh = current_mesh()
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in dividing(mesh, name, size))
 
 
 def parameter_spec(mesh: _AnyMesh, path: str, shape: Sequence[int]) -> PartitionSpec:
@@ -165,6 +179,14 @@ def constrain(x: jax.Array, *meaning: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec_of(mesh, padded, x.shape))
 
 
+def lookup(table_VD: jax.Array, tokens_BT: jax.Array, *meaning: str | None) -> jax.Array:
+    """Inside jit: the tokens' rows of a table, divided as the axes of the tokens [B, …] mean."""
+    x = jnp.take(table_VD, tokens_BT, axis=0)
+    # From where the columns are to where the rows belong, step by step: at once, the compiler gives every device all.
+    in_columns = constrain(x, "row_groups", *(None,) * (tokens_BT.ndim - 1), "columns")
+    return constrain(constrain(in_columns, "rows"), *meaning)
+
+
 def mesh_of(tree: Any) -> Mesh | None:
     """The mesh that the parameters of a model are divided over; None: they are on one device."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
@@ -183,29 +205,32 @@ def current_mesh() -> AbstractMesh | None:
     return None if mesh.empty or mesh.size == 1 or mesh.manual_axes else mesh
 
 
-def over_rows(call: Callable, *arrays: jax.Array, whole: Sequence[Any] = ()) -> tuple[Any, Any]:
-    """call(*arrays, *whole) on every device with its own rows of `arrays`, for code that walks through rows in order.
+def over_blocks(call: Callable, *arrays: jax.Array, whole: Sequence[Any] = ()) -> tuple[Any, Any]:
+    """call(*arrays, *whole) on every device with its own rows and blocks, for code that walks through them in order.
 
     Args:
-        call: returns (sums, by_row): sums over rows, which are added up over devices, and arrays with the rows first.
-        arrays: all with the rows first.
+        call: returns (sums, by_block): sums over blocks, which are added up over devices, and arrays [B, A, …].
+        arrays: all [B, A, …], rows and blocks first.
         whole: what every device sees as it is. "tensor" may divide it further, inside the call too.
     """
     mesh = current_mesh()
-    axes = None if mesh is None else _divided(mesh, "rows", arrays[0].shape[0])
-    if mesh is None or axes is None:
+    if mesh is None:
         return call(*arrays, *whole)
+    B, A, *_ = arrays[0].shape
+    rows, blocks = _divided(mesh, "rows", B) or (), _divided(mesh, "blocks", A) or ()
+    if not (axes := rows + blocks):
+        return call(*arrays, *whole)
+    divided = PartitionSpec(rows, blocks)
 
     def local(*arguments):
-        sums, by_row = call(*arguments)
-        return jax.lax.psum(sums, axes), by_row
+        sums, by_block = call(*arguments)
+        return jax.lax.psum(sums, axes), by_block
 
-    rows, everywhere = PartitionSpec(axes), PartitionSpec()
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(rows,) * len(arrays) + (everywhere,) * len(whole),
-        out_specs=(everywhere, rows),
+        in_specs=(divided,) * len(arrays) + (PartitionSpec(),) * len(whole),
+        out_specs=(PartitionSpec(), divided),
         axis_names=set(axes),
         check_vma=False,
     )(*arrays, *whole)

@@ -99,7 +99,8 @@ def test_a_configuration_of_the_paper_is_complete(name):
     experiment = to_experiment(load_config_file(f"configs/{name}.py"))
     target = compile_check.known_target(experiment.model.target, None)
     mesh, training = experiment.mesh, experiment.training
-    data, fsdp, tensor = mesh_sizes((mesh.data, mesh.fsdp, mesh.tensor), 8)
+    data, fsdp, sequence, tensor = mesh_sizes((mesh.data, mesh.fsdp, mesh.sequence, mesh.tensor), 8)
+    assert all(length % sequence == 0 for length in experiment.data.length_buckets)
     assert training.rows_per_step // training.accumulation % (data * fsdp) == 0
     assert target.num_kv_heads % tensor == 0
     assert experiment.model.mask_token_id < target.vocab_size

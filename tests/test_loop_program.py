@@ -18,7 +18,11 @@ SLOTS = 264  # a length that no other array has
 def test_no_round_copies_a_cache(width):
     """One row, where XLA for CPUs is tempted to."""
     target = random_target(num_layers=2)
-    drafter = random_drafter(target.config, block_size=width, num_layers=1, target_layer_ids=(0,)).model if width > 1 else NoDrafter()
+    drafter = (
+        random_drafter(target.config, block_size=width, num_layers=1, target_layer_ids=(0,)).model
+        if width > 1
+        else NoDrafter()
+    )
     settings, ones_B = LoopSettings(width, ()), jnp.ones((1,), jnp.int32)
     start = (jnp.ones((1, 32), jnp.int32), 5 * ones_B, 90 * ones_B, greedy_rows(1))
     state, _ = prefill(target.model, drafter, *start, settings=settings, cache_length=SLOTS)

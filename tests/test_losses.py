@@ -173,7 +173,7 @@ def blocks_of(supervised_AW: np.ndarray, valid_A=None) -> Blocks:
 
 def sums_of(correct_AW, supervised_AW, valid_A=None, loss: float = 0.0):
     correct_AW, supervised_AW = np.asarray(correct_AW, np.float32), np.asarray(supervised_AW, bool)
-    scores = SlotScores(jnp.zeros(correct_AW.size), jnp.asarray(correct_AW).reshape(-1))
+    scores = SlotScores(jnp.zeros((1, *correct_AW.shape)), jnp.asarray(correct_AW)[None])
     weights_BAW = jnp.asarray(supervised_AW, jnp.float32)[None]
     return block_sums(jnp.float32(loss), weights_BAW, scores, blocks_of(supervised_AW, valid_A))
 

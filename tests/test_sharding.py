@@ -14,10 +14,12 @@ DEVICES = 8
 @pytest.mark.parametrize(
     ("check", "mesh"),
     [
-        ("training", (2, 2, 2)),
+        ("training", (1, 2, 2, 2)),
         ("decoding", (1, 1, 8)),
         ("work", (8, 1, 1)),
         ("loading", (1, 4, 2)),
+        pytest.param("long_rows", (1, 1, 1, 8), marks=pytest.mark.long),
+        pytest.param("training", (2, 2, 2), marks=pytest.mark.long),
         pytest.param("training", (1, 8, 1), marks=pytest.mark.long),
         pytest.param("training", (8, 1, 1), marks=pytest.mark.slow),
         pytest.param("training", (1, 1, 8), marks=pytest.mark.long),
@@ -51,12 +53,20 @@ def models():
     return target, drafter
 
 
-def check_training(sizes: tuple[int, int, int]) -> None:
+def mesh_of(sizes: tuple[int, ...]):
+    """data, fsdp, tensor and, if there is a fourth number, sequence."""
+    from dflash_jax.sharding import make_mesh
+
+    return make_mesh(*sizes[:3], sequence=sizes[3] if len(sizes) > 3 else 1)
+
+
+def check_training(sizes: tuple[int, ...]) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
     import optax
 
+    from dflash_jax.models import attention
     from dflash_jax.sharding import make_mesh, place_parameters, to_devices
     from dflash_jax.training.step import (
         Batch,
@@ -68,9 +78,10 @@ def check_training(sizes: tuple[int, int, int]) -> None:
         train_step,
     )
 
+    attention.QUERY_CHUNK = 5  # a row of 20 is four chunks, or two for each of two devices
     target, drafter = models()
     settings = StepSettings(
-        anchors=5, width=4, mask_id=63, gamma=4.0, loss_chunk=16, compute_dtype="float32", seed=0, backend="xla"
+        anchors=6, width=4, mask_id=63, gamma=4.0, loss_chunk=16, compute_dtype="float32", seed=0, backend="xla"
     )
     optimizer = optax.sgd(0.1, momentum=0.9)
     rng = np.random.default_rng(0)
@@ -92,7 +103,7 @@ def check_training(sizes: tuple[int, int, int]) -> None:
     one = make_mesh(devices=jax.devices()[:1])
     wanted = step(one, 1, np.arange(16))
     assert float(wanted[0].loss) > 0
-    ours = step(make_mesh(*sizes), 2, rng.permutation(16))
+    ours = step(mesh_of(sizes), 2, rng.permutation(16))
     for mine, theirs in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(wanted[0]), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2e-6)
     for mine, theirs in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(wanted[1]), strict=True):
@@ -155,6 +166,53 @@ def check_work(sizes: tuple[int, int, int]) -> None:
     assert set(shared.count) == {"all-reduce"} and 2 * gradient <= moved < 1.2 * 2 * gradient, (gradient, shared)
 
 
+def check_long_rows(sizes: tuple[int, ...]) -> None:
+    """One row over all devices: each has its share of the positions, of the blocks and of the work on them."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    from dflash_jax.compiled_work import work_of
+    from dflash_jax.sharding import make_mesh, place_parameters, to_devices
+    from dflash_jax.training.step import (
+        Batch,
+        StepSettings,
+        VocabularyTables,
+        hidden_and_taps,
+        initial_state,
+        train_step,
+    )
+
+    target, drafter = models()
+    settings = StepSettings(
+        anchors=64, width=4, mask_id=63, gamma=4.0, loss_chunk=16, compute_dtype="float32", seed=0, backend="xla"
+    )
+    optimizer = optax.sgd(0.1)
+    tokens_1T = np.random.default_rng(0).integers(0, 64, (1, 512)).astype(np.int32)
+
+    def run(mesh):
+        """The taps' shares, FLOPs of features and step, and the loss."""
+        with jax.set_mesh(mesh):
+            model, state = place_parameters(mesh, (target.model, initial_state(drafter.model, optimizer)))
+            tokens, mask, rows = to_devices((tokens_1T, np.ones((1, 512), bool), np.zeros(1, np.int32)))
+            features = hidden_and_taps.lower(model, tokens, layers=(0, 1)).compile()
+            _, taps = features(model, tokens)
+            batch = jax.tree.map(lambda x: x[None], Batch(tokens, mask, rows, taps))
+            tables = VocabularyTables(model.embedding[...], model.head_VD)
+            arguments = dict(settings=settings, optimizer=optimizer)
+            step = train_step.lower(state, tables, batch, **arguments).compile()
+            flops = [work_of(program.as_text()).flops for program in (features, step)]
+            shares = {shard.data.shape for shard in taps.addressable_shards}
+            own_state = jax.tree.map(jnp.copy, state)  # which the step may consume
+            return shares, flops, float(step(own_state, tables, batch)[1].loss)
+
+    (_, alone, wanted), (shares, shared, ours) = run(make_mesh(devices=jax.devices()[:1])), run(mesh_of(sizes))
+    assert shares == {(1, 64, 2, 32)}
+    assert all(8 * mine < 1.1 * whole for mine, whole in zip(shared, alone, strict=True)), (shared, alone)
+    np.testing.assert_allclose(ours, wanted, rtol=2e-6)
+
+
 def check_loading(sizes: tuple[int, int, int]) -> None:
     """A checkpoint of many shards goes to the devices part by part: no more is read than the devices hold, and no read
     is of more than a part."""
@@ -194,5 +252,5 @@ def check_loading(sizes: tuple[int, int, int]) -> None:
 if __name__ == "__main__":
     name, *sizes = sys.argv[1:]
     chosen = tuple(map(int, sizes))
-    {"training": check_training, "decoding": check_decoding, "work": check_work, "loading": check_loading}[name](chosen)
+    globals()[f"check_{name}"](chosen)
     print(f"{name} on {chosen} equals one device")

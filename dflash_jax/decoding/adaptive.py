@@ -7,8 +7,9 @@ drafted, and after a while that doubles each time in vain it is tried again.
 What a call can lose against plain decoding is bounded: rounds that are expected to cost more than they give are only
 run on an allowance of 4 plain rounds and 3 % of the tokens so far. The next call with the same drafter goes on where
 this one ended: with what was lost and not made up for, with half of what was learned of the slots, and with the rest
-that was begun, if it is short. Not in the bound: costs measured wrong, what the drafter absorbs in rounds of width 1, which plain
-decoding without a drafter does not do, and the round that a stream launches before it knows what the last one gave.
+that was begun, if it is short. Not in the bound: costs measured wrong, what the drafter absorbs in rounds of width 1,
+which plain decoding without a drafter does not do, and the round that a stream launches before it knows what the last
+one gave.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class WidthController:
         self._width, self._chunk = 0, 1
 
     def begin_call(self) -> None:
-        """A new call, about something else perhaps. What the last ones gained can't be lost in it, what they lost is."""
+        """A new call, about something else perhaps: what the last ones gained it can't lose, what they lost it has."""
         lost = max(0.0, self._debt - ALLOWANCE_SHARE * self._tokens)
         self._debt_before += lost - self._debt
         self._tokens, self._debt = 0.0, lost

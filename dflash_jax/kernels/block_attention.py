@@ -78,23 +78,23 @@ def block_attention(
     if backend == "reference":
         return _reference.forward(*arrays, starts_BA, ends_BA, mask, scale)
     attend = functools.partial(_attend, mask=mask, scale=scale, backend=_backends.choose(backend, *arrays))
-    return _by_rows_and_heads(attend, arrays, (starts_BA, ends_BA))
+    return _on_own_share(attend, arrays, (starts_BA, ends_BA))
 
 
-def _by_rows_and_heads(attend, arrays, ranges) -> jax.Array:
-    """Every device attends for its own rows and heads, which need nothing of the others; kernels can't be divided by
-    the compiler."""
+def _on_own_share(attend, arrays, ranges) -> jax.Array:
+    """Every device attends for its own rows, blocks and heads, to the whole context of its rows: a compiler can't
+    divide kernels."""
     mesh = current_mesh()
     if mesh is None:
         return attend(*arrays, *ranges)
-    B, _, K, _ = arrays[3].shape
+    B, A, _, K, _ = arrays[1].shape
     # Axes of one device are named, too: over others the gradients would be summed.
-    rows, heads = dividing(mesh, "rows", B) or None, dividing(mesh, "heads", K) or None
-    slots, keys = PartitionSpec(rows, None, None, heads), PartitionSpec(rows, None, heads)
+    rows, blocks, heads = (dividing(mesh, *axis) or None for axis in (("rows", B), ("blocks", A), ("heads", K)))
+    slots, keys, of_blocks = (PartitionSpec(rows, *axes) for axes in ((blocks, None, heads), (None, heads), (blocks,)))
     return jax.shard_map(
         attend,
         mesh=mesh,
-        in_specs=(slots, slots, slots, keys, keys, PartitionSpec(rows), PartitionSpec(rows)),
+        in_specs=(slots, slots, slots, keys, keys, of_blocks, of_blocks),
         out_specs=slots,
         check_vma=False,  # Pallas kernels do not say how their results vary over devices
     )(*arrays, *ranges)

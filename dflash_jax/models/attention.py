@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.sharding import shares
+
 QUERY_CHUNK = 512
 MASKED = -1e30  # finite, so that a row that sees nothing gives a uniform softmax and not NaN
 
@@ -23,15 +25,19 @@ def grouped_attention(q_BTNH: jax.Array, segments: list[Segment], scale: float) 
     """One softmax over all segments' keys, in float32; returns [B, T, N, H] in the dtype of q.
 
     N is a multiple of K and keys are never repeated. Segments are joined as scores, so that a long cache is never
-    copied to put a short block behind it. Of many queries the scores of QUERY_CHUNK are in memory at a time.
+    copied to put a short block behind it. Of many queries the scores of QUERY_CHUNK, on every device that has some of
+    them, are in memory at a time.
     """
     B, T, N, H = q_BTNH.shape
-    if T <= QUERY_CHUNK or T % QUERY_CHUNK:
+    parts = shares("positions", T)
+    chunks, rest = divmod(T, parts * QUERY_CHUNK)
+    if rest or chunks < 2:
         return _attend(q_BTNH, segments, scale)
-    chunks = T // QUERY_CHUNK
 
     def cut(x_BT: jax.Array) -> jax.Array:
-        return x_BT.reshape(B, chunks, QUERY_CHUNK, *x_BT.shape[2:]).swapaxes(0, 1)
+        """[chunks, B, parts · QUERY_CHUNK, …]: of every device's part a chunk."""
+        x = x_BT.reshape(B, parts, chunks, QUERY_CHUNK, *x_BT.shape[2:]).swapaxes(1, 2).swapaxes(0, 1)
+        return x.reshape(chunks, B, parts * QUERY_CHUNK, *x_BT.shape[2:])
 
     def one_chunk(chunk) -> jax.Array:
         q, masks = chunk
@@ -39,7 +45,8 @@ def grouped_attention(q_BTNH: jax.Array, segments: list[Segment], scale: float) 
         return _attend(q, of_chunk, scale)
 
     masks = [cut(jnp.broadcast_to(segment.mask, (B, *segment.mask.shape[1:]))) for segment in segments]
-    return jax.lax.map(one_chunk, (cut(q_BTNH), masks)).swapaxes(0, 1).reshape(B, T, N, H)
+    mixed = jax.lax.map(one_chunk, (cut(q_BTNH), masks)).reshape(chunks, B, parts, QUERY_CHUNK, N, H)
+    return mixed.transpose(1, 2, 0, 3, 4, 5).reshape(B, T, N, H)
 
 
 def _attend(q_BTNH: jax.Array, segments: list[Segment], scale: float) -> jax.Array:

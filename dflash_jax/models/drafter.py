@@ -64,7 +64,7 @@ class Drafter(nnx.Module):
 
     def fuse(self, taps_BTMD: jax.Array) -> jax.Array:
         """Context features H_t [B, T, D]: RMSNorm(W_c · concatenated taps), computed once for all layers."""
-        return constrain(self.hidden_norm(self.fc(taps_BTMD.reshape(*taps_BTMD.shape[:2], -1))), "rows")
+        return constrain(self.hidden_norm(self.fc(taps_BTMD.reshape(*taps_BTMD.shape[:2], -1))), "rows", "positions")
 
     def _rotation(self, positions: jax.Array) -> Rotation:
         return rotation(self.config.rope, self.config.head_dim, positions)
@@ -107,12 +107,12 @@ class Drafter(nnx.Module):
                     backend=backend,
                 )
 
-            return constrain(layer(x_BAWD, block_rotation, attend), "rows")
+            return constrain(layer(x_BAWD, block_rotation, attend), "rows", "blocks")
 
         if remat:
             policy = jax.checkpoint_policies.save_only_these_names(*SAVED)
             run = jax.checkpoint(run, policy=policy, static_argnums=3)
-        x_BAWD = constrain(embedded_BAWD, "rows")
+        x_BAWD = constrain(embedded_BAWD, "rows", "blocks")
         for index, layer in enumerate(self.layers):
             x_BAWD = run(layer, x_BAWD, context_BTD, index)
         return self.norm(x_BAWD)
@@ -156,7 +156,9 @@ class Drafter(nnx.Module):
         for index, layer in enumerate(self.layers):
 
             def attend(q, k, v, index=index):
-                context_mask_BWS, block_mask_BWW = self._decoding_masks(index, position_B, W, cache.keys[index].shape[2])
+                context_mask_BWS, block_mask_BWW = self._decoding_masks(
+                    index, position_B, W, cache.keys[index].shape[2]
+                )
                 context = Segment(cache.keys[index], cache.values[index], context_mask_BWS)
                 block = Segment(k.swapaxes(1, 2), v.swapaxes(1, 2), block_mask_BWW)
                 return grouped_attention(q, [context, block], self.config.head_dim**-0.5)

@@ -12,7 +12,7 @@ from dflash_jax.models.family import TargetConfig
 from dflash_jax.models.layers import INIT_STD, MLP, AttentionProjections, RMSNorm
 from dflash_jax.models.project import project
 from dflash_jax.models.rotary import Rotation, rotation
-from dflash_jax.sharding import constrain
+from dflash_jax.sharding import constrain, lookup
 
 
 class DecoderLayer(nnx.Module):
@@ -32,7 +32,8 @@ class DecoderLayer(nnx.Module):
         q_BTNH = self.attention.queries(normed_BTD, rotated)
         k_BTKH, v_BTKH = self.attention.keys_values(normed_BTD, rotated)
         if layer_cache is None:
-            k_BKSH, v_BKSH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+            # Where positions are divided, every device reads the keys of all of them.
+            k_BKSH, v_BKSH = (constrain(new.swapaxes(1, 2), "rows", "heads") for new in (k_BTKH, v_BTKH))
         else:
             k_BKSH, v_BKSH = (write(old, new, start_B) for old, new in zip(layer_cache, (k_BTKH, v_BTKH), strict=True))
         mixed_BTNH = grouped_attention(q_BTNH, [Segment(k_BKSH, v_BKSH, mask_BTS)], self.attention.head_dim**-0.5)
@@ -69,8 +70,8 @@ class Target(nnx.Module):
         return empty_cache([length] * c.num_layers, batch, c.num_kv_heads, c.head_dim, self.dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Token ids [...] → embeddings [..., D]."""
-        return jnp.take(self.embedding[...], tokens, axis=0)
+        """Token ids [B, ...] → embeddings [B, ..., D]."""
+        return lookup(self.embedding[...], tokens, "rows")
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Final hidden states [..., D] → float32 logits [..., V]."""
@@ -90,7 +91,8 @@ class Target(nnx.Module):
         Returns:
             hidden_BTD after the final norm, taps_BTMD (M = len(taps)), and the cache with these positions written.
         """
-        x_BTD = constrain(self.embed(tokens_BT), "rows")
+        divided = ("rows", "positions") if cache is None else ("rows",)
+        x_BTD = lookup(self.embedding[...], tokens_BT, *divided)
         rotated = rotation(self.config.rope, self.config.head_dim, positions_BT)
         keys_at = positions_BT[:, None, :] if cache is None else jnp.arange(cache.length)[None, None, :]
         mask_BTS = keys_at <= positions_BT[:, :, None]
@@ -98,7 +100,7 @@ class Target(nnx.Module):
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else (cache.keys[index], cache.values[index])
             x_BTD, (k_BKSH, v_BKSH) = layer(x_BTD, rotated, mask_BTS, layer_cache, positions_BT[:, 0])
-            x_BTD = constrain(x_BTD, "rows")
+            x_BTD = constrain(x_BTD, *divided)
             keys.append(k_BKSH)
             values.append(v_BKSH)
             if index in taps:
@@ -120,9 +122,10 @@ class Target(nnx.Module):
         mask_BTS = positions_BT[:, None, :] <= positions_BT[:, :, None]
 
         def one_layer(x_BTD, layer: DecoderLayer):
-            return constrain(layer(x_BTD, rotated, mask_BTS, None, positions_BT[:, 0])[0], "rows"), None
+            y_BTD, _ = layer(x_BTD, rotated, mask_BTS, None, positions_BT[:, 0])
+            return constrain(y_BTD, "rows", "positions"), None
 
-        x_BTD, outputs, first = constrain(self.embed(tokens_BT), "rows"), {}, 0
+        x_BTD, outputs, first = lookup(self.embedding[...], tokens_BT, "rows", "positions"), {}, 0
         for last in sorted({*taps, self.config.num_layers - 1}):
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *self.layers[first : last + 1])
             x_BTD, _ = jax.lax.scan(one_layer, x_BTD, stacked)

@@ -28,9 +28,9 @@ class BlockSums(NamedTuple):
 
 
 def block_sums(loss: jax.Array, weights_BAW: jax.Array, scores: SlotScores, blocks: Blocks) -> BlockSums:
-    """Collects the sums of one pass; `scores` holds [B·A·W] entries."""
+    """Collects the sums of one pass; `scores` are [B, A, W]."""
     supervised_BAW = blocks.supervised
-    correct_BAW = scores.correct.reshape(supervised_BAW.shape) * supervised_BAW
+    correct_BAW = scores.correct * supervised_BAW
     run_BAV = jnp.cumprod(correct_BAW[..., 1:], axis=-1)  # an unsupervised slot ends the run
     accepted_BA = (1.0 + run_BAV.sum(axis=-1)) * blocks.valid
     return BlockSums(

@@ -106,7 +106,7 @@ def mesh_for(experiment: ExperimentConfig, target: TargetConfig, devices: Sequen
     """
     part, training = experiment.mesh, experiment.training
     try:
-        mesh = make_mesh(part.data, part.fsdp, part.tensor, devices=devices)
+        mesh = make_mesh(part.data, part.fsdp, part.tensor, sequence=part.sequence, devices=devices)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     rows, over = training.rows_per_step // training.accumulation, mesh.shape["data"] * mesh.shape["fsdp"]
@@ -119,6 +119,12 @@ def mesh_for(experiment: ExperimentConfig, target: TargetConfig, devices: Sequen
     if target.num_kv_heads % mesh.shape["tensor"]:
         raise ConfigError(
             f"mesh.tensor={mesh.shape['tensor']} must divide the target's {target.num_kv_heads} key/value heads"
+        )
+    lengths = experiment.data.length_buckets
+    if uneven := [name for name in (*lengths, training.anchors_per_row) if name % mesh.shape["sequence"]]:
+        raise ConfigError(
+            f"mesh.sequence={mesh.shape['sequence']} must divide data.length_buckets={lengths} and "
+            f"training.anchors_per_row={training.anchors_per_row}; it does not divide {uneven[0]}"
         )
     return mesh
 

@@ -11,7 +11,7 @@ import optax
 
 from dflash_jax.kernels.block_attention import Backend
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.sharding import constrain, constrain_parameters, over_rows
+from dflash_jax.sharding import constrain, constrain_parameters, lookup, over_blocks
 from dflash_jax.training.anchors import Blocks, cut_at_random, draw_anchors, make_blocks, spread_anchors, step_keys
 from dflash_jax.training.losses import SlotScores, block_loss, decay_weights
 from dflash_jax.training.metrics import BlockSums, block_sums, zero_sums
@@ -106,7 +106,7 @@ def blocks_loss(
     # Divided masters are gathered in the dtype of the computation, not in their own.
     drafter = constrain_parameters(jax.tree.map(lambda leaf: leaf.astype(dtype), drafter))
     context_BTD = drafter.fuse(batch.taps.astype(dtype))
-    embedded_BAWD = constrain(jnp.take(tables.embedding, blocks.tokens, axis=0).astype(dtype), "rows")
+    embedded_BAWD = lookup(tables.embedding, blocks.tokens, "rows", "blocks").astype(dtype)
     starts_BA = jnp.zeros_like(blocks.anchors)
     hidden_BAWD = drafter.packed(
         *(embedded_BAWD, context_BTD, starts_BA, blocks.anchors), backend=settings.backend, remat=settings.remat
@@ -121,10 +121,11 @@ def blocks_loss(
 
 def _label_sums(hidden_BAWD, weights_BAW, tables: VocabularyTables, blocks: Blocks, chunk: int):
     def score(hidden_BAWD, labels_BAW, weights_BAW, head_VD):
-        return block_loss(_slots(hidden_BAWD), head_VD, labels_BAW.reshape(-1), weights_BAW.reshape(-1), chunk=chunk)
+        flat = _slots(hidden_BAWD), head_VD, labels_BAW.reshape(-1), weights_BAW.reshape(-1)
+        return _by_block(block_loss(*flat, chunk=chunk), labels_BAW.shape)
 
     head_VD = jax.lax.stop_gradient(tables.head)
-    return over_rows(score, hidden_BAWD, blocks.labels, weights_BAW, whole=[head_VD])
+    return over_blocks(score, hidden_BAWD, blocks.labels, weights_BAW, whole=[head_VD])
 
 
 def _teacher_sums(hidden_BAWD, weights_BAW, tables: VocabularyTables, batch: Batch, blocks: Blocks, chunk: int):
@@ -132,26 +133,32 @@ def _teacher_sums(hidden_BAWD, weights_BAW, tables: VocabularyTables, batch: Bat
         raise ValueError("the teacher loss needs the target's final hidden states and a shortlist")
 
     def score(hidden_BAWD, teacher_BAWD, weights_BAW, shortlist_SD):
-        return teacher_loss(
-            _slots(hidden_BAWD), _slots(teacher_BAWD), shortlist_SD, weights_BAW.reshape(-1), chunk=chunk
-        )
+        flat = _slots(hidden_BAWD), _slots(teacher_BAWD), shortlist_SD, weights_BAW.reshape(-1)
+        return _by_block(teacher_loss(*flat, chunk=chunk), weights_BAW.shape)
 
     teacher_BAWD = teacher_hidden(batch.hidden, blocks)
-    return over_rows(score, hidden_BAWD, teacher_BAWD, weights_BAW, whole=[jax.lax.stop_gradient(tables.shortlist)])
+    shortlist_SD = jax.lax.stop_gradient(tables.shortlist)
+    return over_blocks(score, hidden_BAWD, teacher_BAWD, weights_BAW, whole=[shortlist_SD])
 
 
 def _slots(x_BAWD: jax.Array) -> jax.Array:
     return x_BAWD.reshape(-1, x_BAWD.shape[-1])
 
 
+def _by_block(loss_and_scores: tuple[jax.Array, SlotScores], shape: tuple[int, ...]) -> tuple[jax.Array, SlotScores]:
+    loss, scores = loss_and_scores
+    return loss, jax.tree.map(lambda leaf_R: leaf_R.reshape(shape), scores)
+
+
 @functools.partial(jax.jit, static_argnames=("parts",))
 def micro_batches(batch: Batch, parts: int) -> Batch:
     """The rows dealt out to so many micro-batches. Neighbours go to different ones, so each device keeps its own."""
 
-    def deal(x):
-        return constrain(x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), None, "rows")
+    def deal(x, *meaning):
+        return constrain(x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), None, "rows", *meaning)
 
-    return jax.tree.map(deal, batch)
+    taps, hidden = jax.tree.map(lambda x: deal(x, "positions"), (batch.taps, batch.hidden))
+    return Batch(deal(batch.tokens), deal(batch.loss_mask), deal(batch.rows), taps, hidden)
 
 
 def initial_state(drafter: Drafter, optimizer: optax.GradientTransformation) -> TrainState:
