@@ -215,6 +215,28 @@ def test_when_one_process_fails_the_other_ends_soon(folder, process, error, stat
     assert other.returncode != 0 and heard.strip()
 
 
+WAITING = """
+import time, jax
+from dflash_jax import processes
+
+processes.HEARTBEAT_SECONDS = 10
+processes.join()
+jax.devices()
+with processes.ending_at_once():
+    if jax.process_index() == 1:
+        raise RuntimeError("a bug on one host")
+    time.sleep(200)  # in the place of a collective that no broken connection ends
+"""
+
+
+@pytest.mark.long
+def test_one_that_hears_nothing_of_a_failed_process_ends_by_the_heartbeats(folder):
+    other, failed = start(folder / "unread.py", 2, program=["-c", WAITING])
+    assert "a bug on one host" in failed.communicate(timeout=60)[0] and failed.returncode == 1
+    heard = other.communicate(timeout=40)[0]
+    assert other.returncode != 0 and "another task died" in heard
+
+
 def test_a_part_of_the_variables_is_refused():
     with pytest.raises(ValueError, match="JAX_NUM_PROCESSES, JAX_PROCESS_ID: not set"):
         join({"JAX_COORDINATOR_ADDRESS": "host:1"})

@@ -89,10 +89,11 @@ def export_checkpoint(
 def acceptance_of(metrics: Path, step: int) -> float | None:
     """The acceptance length that a run measured at a step; None where it measured none then."""
     found = None
-    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
+    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):  # a line that a killed run cut short
             measured = json.loads(line)
-            found = measured.get("acceptance_length", found) if measured["step"] == step else found
+            if measured["step"] == step:
+                found = measured.get("acceptance_length", found)
     return found
 
 
