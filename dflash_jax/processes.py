@@ -113,7 +113,7 @@ class StopRequest:
         self._looks = 0
 
     def __enter__(self) -> StopRequest:
-        # Of several processes, JAX's service takes the signal and finds a step that all can still reach.
+        # Of several processes, JAX's service takes the signal and finds a look that all have still before them.
         if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, lambda *_: self._asked.set())
         return self
