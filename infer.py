@@ -10,9 +10,9 @@ Wrong flags, files or checkpoints: status 2 and a message.
 import sys
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags, logging
 
-from dflash_jax.cli import exit_with
+from dflash_jax.cli import exit_with, run_command
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("target", None, "Folder, hub id, or smollm2-135m-instruct.", required=True)
@@ -37,10 +37,8 @@ flags.DEFINE_bool("compare", False, "Also decode autoregressively, and report bo
 flags.DEFINE_bool("require_same", False, "Exit with status 1 when the two texts of --compare differ.")
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     logging.set_verbosity(logging.WARNING)  # jax tells at INFO which accelerators it did not find
-    if len(argv) > 1:
-        exit_with(ValueError(f"unknown arguments: {' '.join(argv[1:])}"))
     needed = (("compare", "drafter"), ("width", "drafter"), ("require_same", "compare"))
     for flag, other in needed:
         if FLAGS[flag].value and not FLAGS[other].value:
@@ -64,6 +62,10 @@ def _run() -> bool:
     from dflash_jax.decoding.request import width_from_flag
     from dflash_jax.evaluation.compare import compare
 
+    width = width_from_flag(FLAGS.width)
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "proposals")
+    options = {name: FLAGS[name].value for name in names}
+    _check_before_loading(width, options)
     placed: dict[str, Any] = {"dtype": FLAGS.dtype, "mesh": _mesh(FLAGS.tensor_parallel)}
     target = load_target(FLAGS.target, **placed)
     drafter = load_drafter(FLAGS.drafter, target=target, **placed) if FLAGS.drafter else None
@@ -72,9 +74,6 @@ def _run() -> bool:
         if target.tokenizer is None:
             raise ValueError(f"target {target.source} has no tokenizer; --raw can't encode text")
         prompt = target.tokenizer.encode(FLAGS.prompt)
-    width = width_from_flag(FLAGS.width)
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "proposals")
-    options = {name: FLAGS[name].value for name in names}
     text = stream(target, prompt, drafter=drafter, width=width, **options)
     for piece in text:
         print(piece, end="", flush=True)
@@ -88,24 +87,38 @@ def _run() -> bool:
     return comparison.same
 
 
+def _check_before_loading(width, options: dict[str, Any]) -> None:
+    """Raises ValueError for what two small files tell, before large ones are read."""
+    import jax
+
+    from dflash_jax.checkpoints.huggingface import read_drafter_config, read_target_config
+    from dflash_jax.decoding.request import Options, checked_options
+
+    models: list[Any] = [read_target_config(FLAGS.target)]
+    trained = 1
+    if FLAGS.drafter:
+        models.append(read_drafter_config(FLAGS.drafter, models[0]))
+        trained = models[1].block_size
+    checked_options(Options(width=width, **options), 1, trained)
+    devices, heads = FLAGS.tensor_parallel, [model.num_kv_heads for model in models]
+    allowed = [n for n in range(1, min(heads) + 1) if not any(count % n for count in heads)]
+    if devices not in allowed:
+        raise ValueError(
+            f"--tensor_parallel={devices}: must divide the key/value heads of the models "
+            f"({', '.join(map(str, heads))}): {', '.join(map(str, allowed))}"
+        )
+    if devices > len(jax.devices()):
+        raise ValueError(f"--tensor_parallel={devices}: there are {len(jax.devices())} devices")
+
+
 def _mesh(devices: int):
     """The mesh for --tensor_parallel; None for one device."""
     import jax
 
     from dflash_jax.sharding import make_mesh
 
-    if devices > len(jax.devices()):
-        raise ValueError(f"--tensor_parallel={devices}: there are {len(jax.devices())} devices")
     return make_mesh(tensor=devices, devices=jax.devices()[:devices]) if devices > 1 else None
 
 
-def _parse(argv: list[str]) -> list[str]:
-    """Flags, with their errors reported as all others are."""
-    try:
-        return FLAGS(argv)
-    except flags.Error as error:
-        exit_with(error)
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse)
+    run_command(main)

@@ -22,15 +22,19 @@ def main(argv: list[str]) -> None:
     logging.getLogger("dflash_jax").setLevel(logging.INFO)  # and not the libraries, which tell of every file
     try:
         experiment = experiment_from_flags(argv)
-        from dflash_jax.evaluation.training_run import train
-        from dflash_jax.processes import is_first, join
-
-        join()
-        if not is_first():
-            logging.getLogger("dflash_jax").setLevel(logging.WARNING)
-        outcome = train(experiment)
-    except ValueError as error:  # wrong settings, files or data; anything else is a bug and keeps its traceback
+    except ValueError as error:
         exit_with(error)
+    from dflash_jax.evaluation.training_run import train
+    from dflash_jax.processes import ending_at_once, is_first, join
+
+    with ending_at_once():
+        try:
+            join()
+            if not is_first():
+                logging.getLogger("dflash_jax").setLevel(logging.WARNING)
+            outcome = train(experiment)
+        except ValueError as error:  # wrong settings, files or data; anything else is a bug and keeps its traceback
+            exit_with(error)
     if not outcome.finished or not is_first():
         return
     reached = "" if outcome.acceptance_length is None else f", acceptance length {outcome.acceptance_length:.2f}"

@@ -1,6 +1,7 @@
-"""Flags of the commands that take a config file: `--config FILE` and `--config.part.field=value`.
+"""What the commands share: flags of those that take a config file, and how wrong input ends all of them.
 
-ml_collections has flags for this, but they stop at the first wrong value with a traceback, and know no None.
+`--config FILE` and `--config.part.field=value` are read here. ml_collections has flags for this, but they stop at the
+first wrong value with a traceback, and know no None.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from absl import app, flags
 from ml_collections import ConfigDict
 
 from dflash_jax.config import PARTS, ExperimentConfig, to_experiment
@@ -70,6 +72,24 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
         kind = type(config).__name__
         raise ConfigError(f"--config={path}: get_config() must return what default_config() gave it, not {kind}")
     return config.to_dict()
+
+
+def run_command(main: Callable[[], object]) -> None:
+    """Runs a command whose flags absl has been told of. Flags that are wrong, and arguments that are none, end it as
+    `exit_with` does."""
+
+    app.run(lambda argv: main(), flags_parser=parsed_flags)
+
+
+def parsed_flags(argv: Sequence[str]) -> list[str]:
+    """The program alone, once absl's flags have been read from the rest of argv."""
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        exit_with(error)
+    if len(rest) > 1:
+        exit_with(ValueError(f"unknown arguments: {' '.join(rest[1:])}; every setting is a --flag=value"))
+    return rest
 
 
 def exit_with(error: Exception) -> NoReturn:

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -295,7 +296,17 @@ def _with_taps_in(experiment: ExperimentConfig, layers: int) -> ExperimentConfig
     return dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, target_layer_ids=taps))
 
 
+def _look_for_no_devices() -> None:
+    """Nothing runs here but compilers: those of accelerators shall not complain that these are missing."""
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+    # libtpu does so at any level of logging, unless it is told that this is a host of TPUs.
+    os.environ.setdefault("TPU_HOST_BOUNDS", "1,1,1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+
 def main(argv: list[str]) -> None:
+    _look_for_no_devices()
     parser = argparse.ArgumentParser(prog="python -m dflash_jax.compile_check", allow_abbrev=False)
     parser.add_argument("--hardware", required=True, help="names with commas, such as v5p:2x2x2,h200x8")
     parser.add_argument("--target_config", help="a config.json, in place of that of model.target")

@@ -160,11 +160,14 @@ class LoggingConfig:
     """every_steps: how often a line goes to metrics.jsonl and the progress bar.
 
     profile_step: at this step of a process a trace of three steps is written to the run's directory, in profile/, for
-    TensorBoard or Perfetto; None: never.
+    TensorBoard or Perfetto; None: never. tensorboard: metrics also go to event files in tensorboard/ there (extra
+    `tensorboard`). wandb_project: they also go to this project of Weights & Biases (extra `wandb`).
     """
 
     every_steps: int = 10
     profile_step: int | None = None
+    tensorboard: bool = False
+    wandb_project: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +241,7 @@ def _text_rules(parts: dict[str, Any]) -> list[Rule]:
         ("model.warm_start", parts["model"].warm_start != "", "a folder or a hub id, or None"),
         ("data.train_file", bool(parts["data"].train_file), "a file of regenerated chats, or a prepared set"),
         ("checkpoint.directory", bool(parts["checkpoint"].directory), "the directory of the run"),
+        ("logging.wandb_project", parts["logging"].wandb_project != "", "the name of a project, or None"),
     ]
 
 

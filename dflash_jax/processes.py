@@ -6,13 +6,18 @@ and talks. Checkpoints need a folder that all see.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import threading
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 
 import jax
 from jax.experimental import multihost_utils
+
+HEARTBEAT_SECONDS = 60  # a process that was not heard of for so long counts as lost, and the others end
 
 _EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
@@ -41,9 +46,13 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
         if not 0 <= index < count:
             raise ValueError(f"JAX_PROCESS_ID={index} must be from 0 to below JAX_NUM_PROCESSES={count}")
         # Detection would give each task of Slurm one GPU here, too.
-        jax.distributed.initialize(address, count, index, cluster_detection_method="deactivate")
+        jax.distributed.initialize(
+            *(address, count, index),
+            cluster_detection_method="deactivate",
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )
     elif int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1 or "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
-        jax.distributed.initialize()
+        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
         _take_all_gpus_of_the_host(environment)
     else:
         return False
@@ -58,6 +67,26 @@ def _take_all_gpus_of_the_host(environment: Mapping[str, str]) -> None:
             jax.config.update(f"jax_{vendor}_visible_devices", "all")
 
 
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """What is raised in here ends this process there and then, where it is one of several that have joined.
+
+    An ordinary exit would wait minutes for the others, which wait for this one in a collective. Once it is gone they
+    are told, by a broken connection or by the heartbeats that stop.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not jax.distributed.is_initialized():
+            raise
+        status = error.code if isinstance(error, SystemExit) else 1
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 1)
+
+
 def is_first() -> bool:
     """Whether this process is the one that writes files and talks."""
     return jax.process_index() == 0
@@ -66,6 +95,10 @@ def is_first() -> bool:
 def agreed(seconds: float) -> float:
     """The number that process 0 has, so that all decide alike. Of several processes it comes back in float32."""
     return seconds if jax.process_count() == 1 else float(multihost_utils.broadcast_one_to_all(seconds))
+
+
+class Stopped(Exception):
+    """The run was asked to end soon."""
 
 
 class StopRequest:
@@ -77,9 +110,10 @@ class StopRequest:
     def __init__(self):
         self._asked = threading.Event()
         self._before = None
+        self._looks = 0
 
     def __enter__(self) -> StopRequest:
-        # Of several processes, JAX's service takes the signal and finds a step that all can still reach.
+        # Of several processes, JAX's service takes the signal and finds a look that all have still before them.
         if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, lambda *_: self._asked.set())
         return self
@@ -88,12 +122,16 @@ class StopRequest:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
 
-    def reached(self, step: int) -> bool:
-        """Whether to stop after this step; all processes get the same answer for the same step.
+    def check(self) -> None:
+        """Of several processes, all have to call this the same number of times, and all get the same answer.
 
-        To be asked once before the first step, then after every step: of several processes JAX lets the run stop at the
-        first step behind the last one that it was asked about.
+        To be called once before the first step, then between any two pieces of work: of several processes JAX lets the
+        run stop at the first call behind the last one that any of them had made.
+
+        Raises:
+            Stopped: the run is to end here.
         """
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._asked.is_set()
+        self._looks += 1
+        several = jax.process_count() > 1
+        if multihost_utils.reached_preemption_sync_point(self._looks) if several else self._asked.is_set():
+            raise Stopped

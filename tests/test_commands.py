@@ -14,6 +14,7 @@ from tiny_run import read_metrics, settings, write_config, write_rows
 from tiny_tokenizer import tiny_tokenizer
 
 import infer
+from dflash_jax.cli import parsed_flags
 from dflash_jax.data import chat
 from dflash_jax.decoding.generate import Generation
 from dflash_jax.decoding.stats import Stats, position_acceptance
@@ -160,6 +161,10 @@ WRONG_FLAGS = [
     (["--drafter={target}"], "DFlashDraftModel"),
     (["{drafter}", "--width=9"], "width=9 must be 'adaptive' or between 1 and 4"),
     (["{drafter}", "--width=wide"], "--width=wide: give a number of slots, or adaptive"),
+    (["--drafter=absent"], "'absent' is neither an existing folder, nor a hub id like 'org/name'; a drafter is"),
+    (["--tensor_parallel=3"], "--tensor_parallel=3: must divide the key/value heads of the models (2): 1, 2"),
+    (["{drafter}", "--tensor_parallel=4"], "--tensor_parallel=4: must divide the key/value heads of the models (2, 2)"),
+    (["--tensor_parallel=2"], "--tensor_parallel=2: there are 1 devices"),
     (["--raw", "--prompt="], "is empty; decoding needs at least one token"),
 ]
 
@@ -169,16 +174,31 @@ def filled_in(user, flags: list[str]) -> list[str]:
     return [f"--prompt={PROMPT}", *(flag.format(**places) for flag in flags)]
 
 
+def run_infer(line: list[str]) -> None:
+    parsed_flags(line)
+    infer.main()
+
+
 @pytest.mark.parametrize(("flags", "message"), WRONG_FLAGS)
 def test_wrong_flags_are_one_message_and_status_2(user, flags, message, capsys):
-    """In this process, by the two functions that infer.py gives to absl: starting Python costs most of each case."""
+    """In this process: starting Python costs most of each case."""
     line = ["infer.py", user.target, f"--max_new_tokens={BUDGET}", *filled_in(user, flags)]
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as left:
-        infer.main(infer._parse(line))
+        run_infer(line)
     assert left.value.code == 2
     said = capsys.readouterr().err
     assert message in said
     assert said.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--top_p=1.5"], ["{drafter}", "--width=9"], ["--tensor_parallel=3"], ["--drafter={target}"]],
+)
+def test_the_target_is_not_loaded_for_wrong_flags(user, flags, monkeypatch):
+    monkeypatch.setattr("dflash_jax.load_target", lambda *_, **__: pytest.fail("loaded"))
+    with flagsaver.flagsaver(), pytest.raises(SystemExit):
+        run_infer(["infer.py", user.target, *filled_in(user, flags)])
 
 
 @pytest.mark.parametrize(
@@ -206,10 +226,10 @@ def test_require_same_fails_when_texts_differ(monkeypatch, same, status):
     infer.FLAGS(["infer.py", "--target=t", "--prompt=p"])
     with flagsaver.flagsaver(drafter="d", compare=True, require_same=True):
         if status is None:
-            infer.main(["infer.py"])
+            infer.main()
         else:
             with pytest.raises(SystemExit) as left:
-                infer.main(["infer.py"])
+                infer.main()
             assert left.value.code == status
 
 

@@ -1,5 +1,6 @@
 """Compiling an experiment for hardware that is not here: what is counted, what fits, what is refused."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -17,6 +18,7 @@ from dflash_jax.config import to_experiment
 from dflash_jax.hardware import CHIPS, Hardware, HardwareError, hardware
 from dflash_jax.models.family import parse_target_config
 from dflash_jax.sharding import make_mesh, mesh_sizes
+from dflash_jax.training.setup import mesh_for
 
 PAPER = ["qwen3_4b", "qwen3_8b", "llama31_8b", "qwen3_8b_thinking", "qwen3_8b_long_context"]
 TINY = {
@@ -178,6 +180,25 @@ def test_wrong_options_are_refused_before_anything_is_compiled(tmp_path, capsys,
     with pytest.raises(SystemExit) as end:
         compile_check.main([*arguments(tmp_path), "--hardware", "v5e:2x2", f"--{option}={value}"])
     assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+@requires_libtpu
+@pytest.mark.long
+@pytest.mark.parametrize("name", PAPER)
+def test_the_programs_of_a_configuration_of_the_paper_are_traced_for_a_slice(name):
+    """At their real sizes, but for the layers of the target, with the kernels of TPUs: what fails before compiling does
+    so here. Compiling takes minutes."""
+    experiment = compile_check._with_taps_in(to_experiment(load_config_file(f"configs/{name}.py")), 2)
+    target = dataclasses.replace(compile_check.known_target(experiment.model.target, None), num_layers=2)
+    mesh = mesh_for(experiment, target, hardware("v5p:2x2x2").devices)
+    with jax.set_mesh(mesh):
+        models = compile_check.Models(experiment, target, mesh)
+        rows, width = experiment.training.rows_per_step, experiment.model.block_size
+        (taps,) = jax.tree.leaves(compile_check.feature_pass(models).out_info)
+        step = compile_check.training_step(models).as_text()
+        decoded = compile_check.decoding_round(models, batch=1, context=2048).as_text()
+    assert taps.shape == (rows, experiment.data.length_buckets[-1], 2, target.hidden_size)
+    assert "tpu_custom_call" in step and f"1x{width}x{target.vocab_size}xf32" in decoded
 
 
 @requires_libtpu

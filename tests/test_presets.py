@@ -167,3 +167,14 @@ def test_limit_and_strictness_cover_all_files_of_a_set(tmp_path):
     assert (len(prompts), report.rows_in, len(report.skipped)) == (2, 3, 1)
     with pytest.raises(records.BadRowsError, match="2 bad rows"):
         presets.read_prompts(str(tmp_path), strict=True)
+
+
+def test_rows_without_ids_in_files_of_one_name_are_told_apart(tmp_path):
+    for folder in ("a", "b/c"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "chats.jsonl").write_text('{"prompt": "x"}\n')
+    prompts, _ = presets.read_prompts(str(tmp_path))
+    assert [prompt.id for prompt in prompts] == ["a/chats.jsonl:line-1", "b/c/chats.jsonl:line-1"]
+    (tmp_path / "b/c/chats.jsonl").rename(tmp_path / "b/c/more.jsonl")
+    prompts, _ = presets.read_prompts(str(tmp_path))
+    assert [prompt.id for prompt in prompts] == ["chats.jsonl:line-1", "more.jsonl:line-1"]

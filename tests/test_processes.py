@@ -1,11 +1,13 @@
 """Two processes train one drafter: as one process does, through stops, and without hanging when one dies."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from tiny_run import chat_row, own_rows, read_metrics, settings, write_config, w
 
 from dflash_jax.checkpoints.export import export_checkpoint
 from dflash_jax.checkpoints.safetensors_io import CheckpointError
-from dflash_jax.processes import join
+from dflash_jax.processes import HEARTBEAT_SECONDS, join
 
 ROOT = Path(__file__).parents[1]
 STEPS = 80
@@ -53,8 +55,10 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def start(file: Path, processes: int, *, devices: int = 1) -> list[subprocess.Popen]:
-    """train.py in so many processes of so many devices each."""
+def start(
+    file: Path, processes: int, *, devices: int = 1, program: Sequence[str] = ("train.py",)
+) -> list[subprocess.Popen]:
+    """train.py, or another program, in so many processes of so many devices each."""
     port = free_port()
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
@@ -62,7 +66,7 @@ def start(file: Path, processes: int, *, devices: int = 1) -> list[subprocess.Po
         environment |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(processes)}
     return [
         subprocess.Popen(
-            [sys.executable, "train.py", "--config", str(file)],
+            [sys.executable, *program, "--config", str(file)],
             cwd=ROOT,
             env=environment | ({"JAX_PROCESS_ID": str(index)} if processes > 1 else {}),
             stdout=subprocess.PIPE,
@@ -127,7 +131,17 @@ def test_what_two_processes_saved_is_exported_by_one(folder, alone):
     for name in ("model.safetensors", "config.json", "training.json"):
         assert (out / name).read_bytes() == (directory / "drafter" / name).read_bytes()
     card = (out / "README.md").read_text()
+    reached = read_metrics(directory)[-1]["acceptance_length"]
     assert f"| step | {STEPS} |" in card and str(folder) not in card
+    assert f"| acceptance length | {reached:.2f} (held-out chats" in card
+    earlier = export_checkpoint(directory, folder / "earlier", step=STEPS - 5)
+    assert "| acceptance length | not measured |" in (earlier / "README.md").read_text()
+    named = export_checkpoint(directory, folder / "named", layout="speculators", verifier="some/target")
+    assert json.loads((named / "config.json").read_text())["speculators_config"]["verifier"]["name_or_path"] == (
+        "some/target"
+    )
+    with pytest.raises(CheckpointError, match="verifier='some/target': the layout z-lab names no target"):
+        export_checkpoint(directory, folder / "other", verifier="some/target")
     with pytest.raises(CheckpointError, match="already has"):
         export_checkpoint(directory, out)
     (folder / "repository").mkdir()
@@ -163,6 +177,64 @@ def test_when_one_process_is_killed_the_other_ends_with_an_error(folder):
     running[1].kill()
     assert running[0].wait(timeout=200) != 0
     running[1].wait()
+
+
+FAILING = """
+import jax, sys, train
+from dflash_jax.training.trainer import Trainer
+
+log = Trainer._log
+
+def fail(self, *arguments):
+    if jax.process_index() == {process} and self.step == 10:
+        raise {error}
+    log(self, *arguments)
+
+Trainer._log = fail
+train.main(sys.argv)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("process", "error", "status"),
+    [
+        (1, "RuntimeError('a bug on one host')", 1),
+        pytest.param(0, "ValueError('wrong on one host')", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_when_one_process_fails_the_other_ends_soon(folder, process, error, status):
+    file = config(folder, folder / f"failing_{process}", training__steps=100_000)
+    running = start(file, 2, program=["-c", FAILING.format(process=process, error=error)])
+    failed, other = running[process], running[1 - process]
+    said = failed.communicate(timeout=240)[0]
+    begun = time.monotonic()
+    heard = other.communicate(timeout=240)[0]
+    assert time.monotonic() - begun < HEARTBEAT_SECONDS + 10
+    assert failed.returncode == status and "on one host" in said
+    assert other.returncode != 0 and heard.strip()
+
+
+WAITING = """
+import time, jax
+from dflash_jax import processes
+
+processes.HEARTBEAT_SECONDS = 10
+processes.join()
+jax.devices()
+with processes.ending_at_once():
+    if jax.process_index() == 1:
+        raise RuntimeError("a bug on one host")
+    time.sleep(200)  # in the place of a collective that no broken connection ends
+"""
+
+
+@pytest.mark.long
+def test_one_that_hears_nothing_of_a_failed_process_ends_by_the_heartbeats(folder):
+    other, failed = start(folder / "unread.py", 2, program=["-c", WAITING])
+    assert "a bug on one host" in failed.communicate(timeout=60)[0] and failed.returncode == 1
+    heard = other.communicate(timeout=40)[0]
+    assert other.returncode != 0 and "another task died" in heard
 
 
 def test_a_part_of_the_variables_is_refused():

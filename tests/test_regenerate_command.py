@@ -110,7 +110,8 @@ def test_a_drafter_changes_no_row(drafter, basic, tmp_path, sampling):
     _run(*basic, f"--out={plain}", "--batch_size=5", *sampling)
     _run(*basic, f"--out={drafted}", "--batch_size=5", f"--drafter={drafter}", "--width=3", *sampling)
     assert drafted.read_bytes() == plain.read_bytes()
-    assert json.loads(Path(f"{drafted}.meta.json").read_text())["drafter"] == str(drafter)
+    meta = json.loads(Path(f"{drafted}.meta.json").read_text())
+    assert (meta["drafter"], meta["batch_size"]) == (str(drafter), 5)
 
 
 @pytest.mark.parametrize("ids", [True, False])
@@ -192,9 +193,11 @@ def test_a_wrong_flag_is_one_message(target, basic, tmp_path):
     absent = [f"--target={target[0]}", "--prompts=absent.jsonl", f"--out={tmp_path}/c.jsonl"]
     below_a_file = [*basic, f"--out={tmp_path}/prompts.jsonl/c.jsonl"]
     messages = ("absent.jsonl is neither a file or folder", f"File exists: '{tmp_path}/prompts.jsonl'")
-    for arguments, message in zip((absent, below_a_file), messages, strict=True):
+    unknown = [*basic, "--batchsize=4", f"--out={tmp_path}/c.jsonl"]
+    cases = (absent, below_a_file, unknown)
+    for arguments, message in zip(cases, (*messages, "Unknown command line flag 'batchsize'"), strict=True):
         failed = _command(*arguments)
-        assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
+        assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,29 @@ def test_asked_to_stop_it_saves_and_goes_on_later(folder, whole, tmp_path):
     assert bits(again.state) == bits(whole.state)
 
 
+@pytest.mark.parametrize(("asked_at", "every"), [(5, 5), (20, 0)])
+def test_asked_to_stop_in_an_evaluation_it_stops_there_and_loses_nothing(folder, tmp_path, asked_at, every):
+    def interrupted(loaded, step, last, check):
+        check()
+        os.kill(os.getpid(), signal.SIGTERM)
+        check()
+        raise AssertionError("went on")
+
+    def evaluated(loaded, step, last, check):
+        return {"acceptance_length": 2.0}
+
+    trainer = prepared(folder, tmp_path, evaluation__every_steps=every)
+    trainer.evaluate = interrupted
+    outcome = trainer.run()
+    assert not outcome.finished and outcome.steps == asked_at and not outcome.drafter_dir.exists()
+    assert max(steps_saved(tmp_path)) == asked_at
+    again = prepared(folder, tmp_path, evaluation__every_steps=every)
+    again.evaluate = evaluated
+    outcome = again.run()
+    assert outcome.finished and (outcome.steps, outcome.acceptance_length) == (20, 2.0)
+    assert bits(load_drafter(outcome.drafter_dir).model) == bits(again.state.drafter)
+
+
 def test_the_schedule_and_the_moments_are_part_of_the_state(whole):
     names = names_of(whole.state)
     counts = {name: int(leaf) for name, leaf in names.items() if name.endswith("count")}
@@ -130,7 +153,7 @@ def test_a_resumed_run_keeps_the_better_drafter_of_before(folder, tmp_path):
     scores = {5: 3.0, 10: 2.0, 15: 1.0, 20: 2.5}
 
     def run(steps_seen: list[int], directory: Path, **fields):
-        def evaluate(loaded, step, last):
+        def evaluate(loaded, step, last, check):
             steps_seen.append(step)
             return {"acceptance_length": scores[step]}
 

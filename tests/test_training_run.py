@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from event_files import event_scalars
 from safetensors.numpy import load_file
 from tiny_run import bits, chat_row, own_rows, placed, read_metrics, settings, write_rows, write_target
 
@@ -17,6 +18,7 @@ from dflash_jax.data.pipeline import collate
 from dflash_jax.data.rows import TrainingRow
 from dflash_jax.decoding.generate import generate
 from dflash_jax.evaluation.training_run import HeldOut, devices_for, prepare, train
+from dflash_jax.processes import Stopped
 from dflash_jax.training.features import OnlineFeatures, RememberedFeatures
 from dflash_jax.training.initialise import drafter_from_target, random_drafter
 from dflash_jax.training.setup import drafter_config
@@ -46,8 +48,8 @@ def files(tmp_path_factory) -> Files:
 def run(files, tmp_path_factory):
     """A finished run of 20 steps: (trainer, outcome, directory, the target's bits before it began)."""
     directory = tmp_path_factory.mktemp("run")
-    heldout = {"data__heldout_file": str(files.heldout), "evaluation__every_steps": 10}
-    trainer = prepare(files.settings(directory, **heldout))
+    fields = {"data__heldout_file": str(files.heldout), "evaluation__every_steps": 10, "logging__tensorboard": True}
+    trainer = prepare(files.settings(directory, **fields))
     before = bits(trainer.target.model)
     return trainer, trainer.run(), directory, before
 
@@ -89,6 +91,52 @@ def test_evaluation_decodes_at_the_end_and_not_before(run):
     # equal, but for rounds cut short: those say nothing of the slots that they did not verify
     assert end["acceptance_length"] <= 1 + sum(shares) + 1e-9
     assert end["blocks"] == 8 * 4  # rows, anchors
+
+
+def test_event_files_hold_what_the_metrics_hold(run):
+    directory = run[2]
+    scalars = event_scalars(directory / "tensorboard")
+    lines = read_metrics(directory)
+    for line in lines:
+        loss = scalars[f"{line['kind']}/loss", line["step"]]
+        assert loss == pytest.approx(line["loss"], rel=1e-6)
+        slots = [scalars[f"{line['kind']}/position_accuracy/{slot}", line["step"]] for slot in (1, 2, 3)]
+        assert slots == pytest.approx(line["position_accuracy"], rel=1e-6)
+    assert ("evaluation/acceptance_length", 20) in scalars and ("evaluation/acceptance_length", 10) not in scalars
+    assert len({step for _, step in scalars}) == len({line["step"] for line in lines})
+
+
+def test_an_evaluation_stops_between_batches_and_between_rows(run):
+    trainer, calls = run[0], []
+
+    def check():
+        calls.append(None)
+        if len(calls) == allowed + 1:
+            raise Stopped
+
+    loaded = LoadedDrafter(trainer.state.drafter, trainer.drafter_config, "trained")
+    batches = len(trainer.evaluate.batches)
+    for allowed in (1, batches):
+        calls.clear()
+        with pytest.raises(Stopped):
+            trainer.evaluate(loaded, 20, True, check)
+        assert len(calls) == allowed + 1 and batches == 2
+    calls.clear()
+    trainer.evaluate(loaded, 20, False, lambda: calls.append(None))
+    assert len(calls) == batches  # so the call past these was one of decoding
+
+
+def test_a_batch_is_let_go_before_the_next_features_are_made(files, tmp_path):
+    trainer = prepare(files.settings(tmp_path, training__steps=3))
+    features, held = trainer.features, []
+
+    def watched(tokens_BT, rows_B):
+        held.append([array.shape for array in jax.live_arrays() if array.ndim == 5])  # taps in micro-batches
+        return features(tokens_BT, rows_B)
+
+    trainer.features = watched
+    trainer.run()
+    assert held == [[], [], []]
 
 
 def test_the_exported_drafter_decodes_the_targets_own_text_in_fewer_rounds(run, files):
@@ -246,7 +294,7 @@ def test_a_warm_start_with_another_block_size_drafts_at_that_size(files, run, tm
 def test_the_drafter_with_the_longest_acceptance_is_kept(files, tmp_path):
     scores, seen = {5: 1.5, 10: 3.0, 15: 2.9, 20: 1.0}, {}
 
-    def evaluate(loaded, step, last):
+    def evaluate(loaded, step, last, check):
         seen[step] = (bits(loaded.model), last)
         return {"acceptance_length": scores[step]}
 

@@ -1,34 +1,46 @@
 """Makes a drafter folder that vLLM, SGLang and PyTorch load from a training checkpoint, on one device.
 
     python -m dflash_jax.checkpoints.export --checkpoint runs/qwen3_8b --out qwen3-8b-dflash
+    python -m dflash_jax.checkpoints.export --checkpoint runs/qwen3_8b --out qwen3-8b-dflash --layout speculators
 
 Needs neither the target nor the devices that the run had. Beside config.json and model.safetensors it writes
-training.json (what the drafter was trained for and on) and README.md, a model card.
+training.json (what the drafter was trained for and on) and README.md, a model card. The layout "z-lab" is that of
+released drafters, "speculators" that of the library of this name, from which `vllm serve FOLDER` knows the target too:
+--verifier says where vLLM finds it, unless the run's name for it does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from absl import app, flags, logging
+from absl import flags, logging
 from flax import nnx
 
-from dflash_jax.checkpoints.huggingface import export_drafter
+from dflash_jax.checkpoints.huggingface import Layout, export_drafter
 from dflash_jax.checkpoints.safetensors_io import CheckpointError
 from dflash_jax.checkpoints.training_state import TrainingCheckpoints, has_checkpoint
-from dflash_jax.cli import exit_with
+from dflash_jax.cli import exit_with, run_command
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import DrafterConfig, parse_drafter_config
 
 CHECKPOINTS = "checkpoints"  # the folder of a run's directory that they are in
+METRICS = "metrics.jsonl"  # the file beside it of what was measured, a JSON object a line
 MADE_WITH = "training.json"  # beside an exported drafter: what it was trained for and on
 
 
 def export_checkpoint(
-    run: str | Path, out: str | Path, *, step: int | None = None, dtype: str = "bfloat16", overwrite: bool = False
+    run: str | Path,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str = "bfloat16",
+    overwrite: bool = False,
+    layout: Layout = "z-lab",
+    verifier: str | None = None,
 ) -> Path:
     """Exports the drafter of a training checkpoint.
 
@@ -38,6 +50,7 @@ def export_checkpoint(
         step: which checkpoint; default: the newest.
         dtype: of the weights in the file.
         overwrite: whether a drafter and a README.md that are there already may be replaced.
+        layout, verifier: as for `export_drafter`; verifier defaults to the run's name for its target.
 
     Returns:
         The folder.
@@ -45,8 +58,11 @@ def export_checkpoint(
     Raises:
         CheckpointError: there is no such checkpoint, it is of a version without a drafter's description, or a drafter
             is there already.
+        ConfigError: the layout can't describe this drafter.
     """
     folder = Path(run) / CHECKPOINTS if (Path(run) / CHECKPOINTS).is_dir() else Path(run)
+    if verifier and layout != "speculators":
+        raise CheckpointError(f"verifier={verifier!r}: the layout {layout} names no target; only speculators does")
     if not has_checkpoint(folder):
         raise CheckpointError(f"{run} holds no training checkpoint; give the directory of a run")
     if (Path(out) / "README.md").exists() and not overwrite:
@@ -61,17 +77,30 @@ def export_checkpoint(
     config = parse_drafter_config(position["drafter"])
     drafter = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
     drafter = checkpoints.restore_part(chosen, "drafter", drafter)
-    out = export_drafter(drafter, config, out, dtype=dtype, overwrite=overwrite)
     made_with = position["made_with"]
+    named = (verifier or made_with["target"]) if layout == "speculators" else None
+    out = export_drafter(drafter, config, out, dtype=dtype, overwrite=overwrite, layout=layout, verifier=named)
     (out / MADE_WITH).write_text(json.dumps(made_with, indent=2) + "\n", encoding="utf-8")
-    (out / "README.md").write_text(model_card(config, made_with, chosen, position), encoding="utf-8")
+    card = model_card(config, position, chosen, acceptance_of(folder.parent / METRICS, chosen))
+    (out / "README.md").write_text(card, encoding="utf-8")
     return out
 
 
-def model_card(config: DrafterConfig, made_with: Mapping[str, Any], step: int, position: Mapping[str, Any]) -> str:
-    """The text of README.md: what the drafter is for, and the settings that made it."""
-    best, experiment = position["best"], position["experiment"]
-    reached = "not evaluated" if best is None else f"{best:.2f} (best of the run, held-out chats, greedy decoding)"
+def acceptance_of(metrics: Path, step: int) -> float | None:
+    """The acceptance length that a run measured at a step; None where it measured none then."""
+    found = None
+    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):  # a line that a killed run cut short
+            measured = json.loads(line)
+            if measured["step"] == step:
+                found = measured.get("acceptance_length", found)
+    return found
+
+
+def model_card(config: DrafterConfig, position: Mapping[str, Any], step: int, acceptance: float | None) -> str:
+    """The text of README.md: what the drafter is for, the settings that made it, what it reached at this step."""
+    made_with, experiment = position["made_with"], position["experiment"]
+    reached = "not measured" if acceptance is None else f"{acceptance:.2f} (held-out chats, greedy decoding)"
     settings = {part: experiment[part] for part in ("model", "training", "optimizer")}
     sources = ("target", "warm_start")  # may be paths of the machine that it was trained on
     settings["model"] = {name: value for name, value in settings["model"].items() if name not in sources}
@@ -102,15 +131,17 @@ def _define_flags() -> None:
     flags.DEFINE_integer("step", None, "Which checkpoint; default: the newest.", lower_bound=0)
     flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16"], "Of the weights.")
     flags.DEFINE_bool("overwrite", False, "Replace a drafter and a README.md that are there already.")
+    flags.DEFINE_enum("layout", "z-lab", get_args(Layout), "Of config.json.")
+    flags.DEFINE_string("verifier", None, "Hub id or folder of the target in the speculators layout.")
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     logging.set_verbosity(logging.WARNING)  # Orbax tells at INFO of all its parts
-    if len(argv) > 1:
-        exit_with(ValueError(f"unknown arguments: {' '.join(argv[1:])}"))
     flag = flags.FLAGS
     try:
-        out = export_checkpoint(flag.checkpoint, flag.out, step=flag.step, dtype=flag.dtype, overwrite=flag.overwrite)
+        names = ("step", "dtype", "overwrite", "layout", "verifier")
+        options: dict[str, Any] = {name: flag[name].value for name in names}
+        out = export_checkpoint(flag.checkpoint, flag.out, **options)
     except (ValueError, OSError) as error:
         exit_with(error)
     print(f"drafter: {out}")
@@ -118,4 +149,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     _define_flags()
-    app.run(main)
+    run_command(main)

@@ -1,10 +1,11 @@
-"""Loading targets and drafters from Hugging Face folders, and exporting drafters in the z-lab layout."""
+"""Loading targets and drafters from Hugging Face folders, and exporting drafters."""
 
 import json
 import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,11 @@ from dflash_jax.models.family import (
     drafter_config_to_dict,
     parse_drafter_config,
     parse_target_config,
+    to_speculators,
 )
 from dflash_jax.models.target import Target
+
+Layout = Literal["z-lab", "speculators"]
 
 # fetched only so that its presence can be refused; never opened
 _MASK_EMBEDDING_FILE = "mask_embedding.pt"
@@ -72,6 +76,15 @@ class LoadedDrafter:
 def read_target_config(source: str | Path) -> TargetConfig:
     """The description of a target, without its weights; source and errors as for `load_target`."""
     return parse_target_config(read_json(resolve_source(source, files=("config.json",)) / "config.json"))
+
+
+def read_drafter_config(source: str | Path, target: TargetConfig) -> DrafterConfig:
+    """The description of a drafter, checked against that of its target, without its weights; source and errors as for
+    `load_drafter`."""
+    folder = resolve_source(source, files=("config.json",), kind="drafter")
+    config = parse_drafter_config(read_json(folder / "config.json"), num_target_layers=target.num_layers)
+    check_drafter_matches_target(config, target)
+    return config
 
 
 def load_target(source: str | Path, *, dtype: str | None = "float32", mesh: Mesh | None = None) -> LoadedTarget:
@@ -114,7 +127,7 @@ def load_drafter(
     dtype: str | None = "float32",
     mesh: Mesh | None = None,
 ) -> LoadedDrafter:
-    """Loads a drafter in the z-lab layout.
+    """Loads a drafter in the z-lab or the speculators layout.
 
     Args:
         source: a folder or a hub id "org/name".
@@ -128,8 +141,9 @@ def load_drafter(
         CheckpointError: the source can't be found, or its files are incomplete or don't fit its config.json.
     """
     check_dtype(dtype)
-    folder = resolve_source(source, files=(*WEIGHT_FILES, _MASK_EMBEDDING_FILE))
-    config = parse_drafter_config(read_json(folder / "config.json"))
+    folder = resolve_source(source, files=(*WEIGHT_FILES, _MASK_EMBEDDING_FILE), kind="drafter")
+    layers = None if target is None else target.config.num_layers
+    config = parse_drafter_config(read_json(folder / "config.json"), num_target_layers=layers)
     if (folder / _MASK_EMBEDDING_FILE).exists():
         raise CheckpointError(
             f"{folder} has {_MASK_EMBEDDING_FILE}: a drafter with its own mask embedding is not supported, "
@@ -151,8 +165,10 @@ def export_drafter(
     *,
     dtype: str | None = None,
     overwrite: bool = False,
+    layout: Layout = "z-lab",
+    verifier: str | None = None,
 ) -> Path:
-    """Writes config.json and model.safetensors in the layout that vLLM, SGLang and the reference load.
+    """Writes config.json and model.safetensors.
 
     Both are written aside, read back by an independent reader, and only then moved into place. Of several processes all
     have to call, and the first writes.
@@ -163,14 +179,20 @@ def export_drafter(
         out_dir: the folder; made if absent, other files in it are left alone.
         dtype: dtype of the weights in the file; None keeps that of the parameters.
         overwrite: whether a drafter already there may be replaced.
+        layout: of config.json: "z-lab", which vLLM, SGLang and the reference load, or "speculators", which vLLM and
+            the library of that name load. The tensors are the same.
+        verifier: for "speculators", what the file calls its target: a hub id, or a folder where it will be served.
 
     Returns:
         The folder.
 
     Raises:
         CheckpointError: a checkpoint is there and overwrite is false, or the files read back wrong.
+        ConfigError: the layout can't describe this drafter, see `to_speculators`.
     """
     check_dtype(dtype)
+    if layout == "speculators" and not verifier:
+        raise CheckpointError("the speculators layout names the target; set verifier")
     out_dir = Path(out_dir)
     present = [name for name in ("config.json", SINGLE_FILE) if (out_dir / name).exists()]
     if present and not overwrite:
@@ -179,12 +201,14 @@ def export_drafter(
     if jax.process_index() > 0:
         return out_dir
     stored = jnp.result_type(*(tensor.dtype for tensor in tensors.values()))
+    plain = drafter_config_to_dict(config, dtype=stored.name)
+    content = to_speculators(plain, verifier=str(verifier)) if layout == "speculators" else plain
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     staging = out_dir.parent / f".{out_dir.name}-{secrets.token_hex(4)}"
     staging.mkdir()
     try:
         write_safetensors(staging / SINGLE_FILE, tensors)
-        _write_config(staging / "config.json", config, stored.name)
+        _write_config(staging / "config.json", content, config)
         # safetensors makes files that only their owner may read
         shutil.copymode(staging / "config.json", staging / SINGLE_FILE)
         _move_into_place(staging, out_dir)
@@ -240,11 +264,10 @@ def stop_token_ids_of(folder: Path, raw_config: dict, tokenizer: PreTrainedToken
     return tuple(sorted(ids))
 
 
-def _write_config(path: Path, config: DrafterConfig, dtype: str) -> None:
-    content = drafter_config_to_dict(config, dtype=dtype)
+def _write_config(path: Path, content: dict[str, Any], config: DrafterConfig) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     reread = parse_drafter_config(read_json(path))
-    if drafter_config_to_dict(reread, dtype=dtype) != content:
+    if drafter_config_to_dict(reread) != drafter_config_to_dict(config):
         raise CheckpointError(f"{path} reads back as {reread}, which is not what was written: {config}")
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -29,12 +30,13 @@ TEXT_FILES = (
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def resolve_source(source: str | Path, *, files: Sequence[str]) -> Path:
+def resolve_source(source: str | Path, *, files: Sequence[str], kind: Literal["target", "drafter"] = "target") -> Path:
     """The local folder of a checkpoint, downloaded or converted first where need be.
 
     Args:
-        source: a folder, a hub id "org/name", or "smollm2-135m-instruct".
+        source: a folder, a hub id "org/name", or, of a target, "smollm2-135m-instruct".
         files: patterns of the files that a hub download may fetch.
+        kind: what is looked for.
 
     Returns:
         An existing folder.
@@ -43,7 +45,7 @@ def resolve_source(source: str | Path, *, files: Sequence[str]) -> Path:
         CheckpointError: the source is none of these, or it can't be downloaded.
     """
     text = str(source)
-    if text == QUICKSTART_TARGET and not Path(source).is_dir():
+    if kind == "target" and text == QUICKSTART_TARGET and not Path(source).is_dir():
         from dflash_jax.checkpoints.gguf import smollm2_folder  # its packages come with the quickstart extra
 
         return smollm2_folder()
@@ -53,9 +55,8 @@ def resolve_source(source: str | Path, *, files: Sequence[str]) -> Path:
     if folder.exists():
         raise CheckpointError(f"{folder} is a file; give the folder that holds config.json and the weights")
     if isinstance(source, Path) or not _HUB_ID.fullmatch(text):
-        raise CheckpointError(
-            f"{text!r} is neither an existing folder, nor a hub id like 'org/name', nor {QUICKSTART_TARGET!r}"
-        )
+        named = f", nor {QUICKSTART_TARGET!r}" if kind == "target" else "; a drafter is one of these"
+        raise CheckpointError(f"{text!r} is neither an existing folder, nor a hub id like 'org/name'{named}")
     return _download(text, files)
 
 

@@ -16,12 +16,13 @@ import inspect
 import json
 import os
 import re
-import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
+
+from dflash_jax.cli import exit_with, run_command
 
 HELDOUT_SHARE = 0.08
 # With this salt no single module dominates the held-out side (18 modules in Python 3.11, from configparser to typing).
@@ -233,14 +234,12 @@ def _define_flags() -> None:
     flags.DEFINE_integer("seed", 0, "Chooses the prompts, their order and their wordings.")
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Writes the file that the flags describe and prints how many prompts are in each split."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}; every setting is a --flag=value")
     try:
         prompts = make_prompts(collect(), flags.FLAGS.count, flags.FLAGS.seed)
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        exit_with(error)
     out = Path(flags.FLAGS.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
@@ -250,4 +249,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     _define_flags()
-    app.run(main)
+    run_command(main)

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
+from dflash_jax.cli import exit_with, run_command
 from dflash_jax.data import presets, records
 from dflash_jax.data.chat_template import arguments_from_flag
 from dflash_jax.data.prepared import PreparedRow, write_prepared
@@ -183,16 +184,14 @@ def _run(flag: flags.FlagValues) -> str:
     return report.table()
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Runs the command that the flags describe; an error of the user is one message, not a traceback."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}; every setting is a --flag=value")
     try:
         print(_run(flags.FLAGS))
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        exit_with(error)
 
 
 if __name__ == "__main__":
     _define_flags()
-    app.run(main)
+    run_command(main)

@@ -6,6 +6,7 @@ prompt: `wording` holds templates over the fields of a row, of which the first c
 
 import dataclasses
 import importlib.metadata
+import os
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -160,15 +161,25 @@ def read_prompt_files(
     """
     report = ReadReport(source)
     prompts, seen = [], set[str]() if unique_ids else None
-    for path in paths:
+    for path, prefix in zip(paths, _prefixes(paths), strict=True):
         left = None if limit is None else limit - report.rows_in
-        # A row without an id is called after its number, which several files have.
-        prefix = f"{path.name}:" if len(paths) > 1 else ""
         parse = preset.prompt_parser()
         prompts += iterate(path, parse, report, limit=left, id_field=preset.id_field, prefix=prefix, seen=seen)
     report.rows_out = len(prompts)
     check_strict(report, strict)
     return prompts, report
+
+
+def _prefixes(paths: Sequence[Path]) -> list[str]:
+    """What stands before the number that a row without an id is called after, since several files have that number:
+    the file's name, with its folders where names repeat."""
+    if len(paths) < 2:
+        return [""] * len(paths)
+    names = [path.name for path in paths]
+    if len(set(names)) < len(names):
+        folder = os.path.commonpath(paths)
+        names = [path.relative_to(folder).as_posix() for path in paths]
+    return [f"{name}:" for name in names]
 
 
 def find_preset(name: str | None, source: str) -> Preset:

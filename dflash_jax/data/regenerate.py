@@ -23,13 +23,13 @@ prompts.
 
 import functools
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
+from dflash_jax.cli import exit_with, run_command
 from dflash_jax.data import presets
 from dflash_jax.data.answer_log import Answer
 from dflash_jax.data.answering import Engine, answer_into, in_groups
@@ -122,6 +122,7 @@ def run(flag: flags.FlagValues, say: Callable[[str], None] = print) -> str:
         system=flag.system,
     )
     notes = {"target": flag.target, "prompts": Path(flag.prompts).name, "drafter": flag.drafter}
+    notes |= {} if flag.server else {"batch_size": flag.batch_size}
     return answer_into(flag.out, prompts, report, engine, target.tokenizer, settings, notes=notes, say=say)
 
 
@@ -198,16 +199,14 @@ def _servers(
     return pool, {"server_model": model, "server_arguments": fields}, context
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Runs the command that the flags describe; an error of the user is one message, not a traceback."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}; every setting is a --flag=value")
     try:
         print(run(flags.FLAGS, say=lambda line: print(line, flush=True)))
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        exit_with(error)
 
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    run_command(main)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,7 +61,7 @@ def generate(
     logits_processor: LogitsProcessor | None = None,
     stop_token_ids: Sequence[int] | None = None,
     batch_size: int | None = None,
-    progress: bool = False,
+    progress: bool | Callable[[int], object] = False,
 ) -> list[Generation]:
     """Decodes every prompt, speculatively when a drafter is given; the distribution of the text is the same either way.
 
@@ -89,7 +89,8 @@ def generate(
             temperature; decoding/processing.py says what it is given. Compiled in: define it once, not once a call.
         stop_token_ids: default: those of the target. An empty list never stops.
         batch_size: rows decoded together; default: all. Of a longer list, a prompt starts as soon as a row ends.
-        progress: shows a bar of finished prompts.
+        progress: shows a bar of finished prompts; or a function that is called as prompts finish, with how many did
+            since its last call. What it raises ends the call.
 
     Returns:
         One Generation a prompt, in the order of the prompts.
@@ -122,8 +123,8 @@ def generate(
         idle = clock.stats(0.0, {}, [])
         return [Generation([], "", len(prompt), [], [], "length", idle) for prompt in request.prompts]
     size = min(batch_size or len(request.prompts), len(request.prompts))
-    with tqdm(total=len(request.prompts), unit="prompt", disable=not progress) as bar:
-        rows, stats = decode_all(request, size, clock, bar.update)
+    with tqdm(total=len(request.prompts), unit="prompt", disable=progress is not True) as bar:
+        rows, stats = decode_all(request, size, clock, progress if callable(progress) else bar.update)
     return [
         Generation(
             row.tokens,

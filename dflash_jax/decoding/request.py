@@ -68,14 +68,8 @@ def checked_request(target, prompts, options: Options) -> Request:
     """
     if isinstance(prompts, str):
         raise ValueError("prompts is one string; pass a list of prompts")
-    if not isinstance(options.max_new_tokens, (int, np.integer)) or options.max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={options.max_new_tokens!r} must be an integer of 0 or more")
-    if options.proposals not in ("argmax", "sampled"):
-        raise ValueError(f"proposals={options.proposals!r} must be 'argmax' or 'sampled'")
-    if options.logits_processor is not None and not callable(options.logits_processor):
-        raise ValueError(f"logits_processor={options.logits_processor!r} must be a function or None")
     drafter = NoDrafter() if options.drafter is None else options.drafter.model
-    width = _widest(options, drafter.max_width)
+    width, sampling = checked_options(options, len(prompts), drafter.max_width)
     ids = [_token_ids(target, prompt, index) for index, prompt in enumerate(prompts)]
     context = target.config.max_position_embeddings
     for index, prompt in enumerate(ids):
@@ -85,7 +79,6 @@ def checked_request(target, prompts, options: Options) -> Request:
             )
     limits = [min(len(prompt) + options.max_new_tokens, context) for prompt in ids]
     _warn_past_training(options.drafter, max(limits, default=0))
-    sampling = _sampling(options, len(ids))
     drawn_B = np.asarray(sampling.temperature) > 0
     truncated_B = (np.asarray(sampling.top_k) > 0) | (np.asarray(sampling.top_p) < 1)
     stops = target.stop_token_ids if options.stop_token_ids is None else options.stop_token_ids
@@ -108,6 +101,28 @@ def checked_request(target, prompts, options: Options) -> Request:
         cache_length=cache_bucket(max(max(limits, default=0) + width, prompt_bucket(longest_prompt))),
         mesh=mesh_of(target.model),
     )
+
+
+def checked_options(options: Options, rows: int, trained: int) -> tuple[int, Sampling]:
+    """Checks what can be checked without models and prompts.
+
+    Args:
+        rows: the number of prompts.
+        trained: the drafter's trained width; 1 without a drafter.
+
+    Returns:
+        The widest that rounds may be, and how each row draws.
+
+    Raises:
+        ValueError: names the argument that is wrong and the value seen.
+    """
+    if not isinstance(options.max_new_tokens, (int, np.integer)) or options.max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={options.max_new_tokens!r} must be an integer of 0 or more")
+    if options.proposals not in ("argmax", "sampled"):
+        raise ValueError(f"proposals={options.proposals!r} must be 'argmax' or 'sampled'")
+    if options.logits_processor is not None and not callable(options.logits_processor):
+        raise ValueError(f"logits_processor={options.logits_processor!r} must be a function or None")
+    return _widest(options, trained), _sampling(options, rows)
 
 
 def prompt_bucket(length: int) -> int:

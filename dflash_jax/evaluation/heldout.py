@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -63,18 +63,33 @@ def acceptance_by_decoding(
     max_new_tokens: int,
     width: int,
     batch_size: int,
+    check: Callable[[], None] = lambda: None,
 ) -> DecodingReport:
-    """Decodes the prompts greedily with the drafter and reports what was accepted."""
+    """Decodes the prompts greedily with the drafter and reports what was accepted. As rows end, `check` is called."""
     generations = generate(
-        target, prompts, drafter=drafter, max_new_tokens=max_new_tokens, width=width, batch_size=batch_size
+        *(target, prompts),
+        drafter=drafter,
+        max_new_tokens=max_new_tokens,
+        width=width,
+        batch_size=batch_size,
+        progress=lambda finished: check(),
     )
     return decoding_report(generations, width)
 
 
-def fixed_anchor_report(drafter, tables: VocabularyTables, batches, features, settings: StepSettings) -> dict:
-    """Loss, accuracy by slot and accepted prefix over held-out batches, on evenly spread anchors."""
+def fixed_anchor_report(
+    drafter,
+    tables: VocabularyTables,
+    batches,
+    features,
+    settings: StepSettings,
+    check: Callable[[], None] = lambda: None,
+) -> dict:
+    """Loss, accuracy by slot and accepted prefix over held-out batches, on evenly spread anchors. Before each batch,
+    `check` is called."""
     sums = zero_sums(settings.width)
     for batch in batches:
+        check()
         on_device = Batch(
             *to_devices((batch["tokens_BT"], batch["loss_mask_BT"], batch["row_index_B"])),
             taps=features(batch["tokens_BT"], batch["row_index_B"]).taps,

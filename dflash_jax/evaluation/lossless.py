@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
-from dflash_jax.cli import exit_with
+from dflash_jax.cli import exit_with, run_command
 from dflash_jax.decoding.generate import generate
 
 EPSILON = {"float32": 0.0, "bfloat16": 0.3}
@@ -123,9 +123,7 @@ def _run(flag: flags.FlagValues) -> bool:
     return all(difference.margin <= epsilon for difference in found)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        exit_with(ValueError(f"unknown arguments: {' '.join(argv[1:])}"))
+def main() -> None:
     try:
         lossless = _run(flags.FLAGS)
     except (ValueError, OSError) as error:
@@ -135,4 +133,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     _define_flags()
-    app.run(main)
+    run_command(main)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from dflash_jax.training.regression_start import drafter_by_regression, row_mome
 from dflash_jax.training.setup import mesh_for, starting_drafter, step_settings
 from dflash_jax.training.step import VocabularyTables
 from dflash_jax.training.teacher import shortlist_tokens
+from dflash_jax.training.trackers import check_trackers
 from dflash_jax.training.trainer import Outcome, Trainer
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ def train(experiment: ExperimentConfig) -> Outcome:
 def prepare(experiment: ExperimentConfig) -> Trainer:
     """Loads target, data and the drafter to start from; `run` of what is returned trains. Errors as `train`."""
     model = experiment.model
+    check_trackers(experiment.logging)
     with _naming_the_target(model.target):
         config = read_target_config(model.target)
     if jax.process_count() > 1:
@@ -201,9 +203,11 @@ class HeldOut:
             scan=training.scan_layers,
         )
 
-    def __call__(self, loaded: LoadedDrafter, step: int, last: bool) -> dict[str, Any]:
-        """The metrics of a drafter; acceptance_length is among them when it was decoded with."""
-        metrics = fixed_anchor_report(loaded.model, self.tables, self.batches, self.features, self.settings)
+    def __call__(
+        self, loaded: LoadedDrafter, step: int, last: bool, check: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """The metrics of a drafter; acceptance_length is among them when it was decoded with. `check`: see Evaluate."""
+        metrics = fixed_anchor_report(loaded.model, self.tables, self.batches, self.features, self.settings, check)
         every = self.part.decode_every_steps
         if self.prompts and (last or (every and step % every == 0)):
             decoding = acceptance_by_decoding(
@@ -213,6 +217,7 @@ class HeldOut:
                 max_new_tokens=self.part.decode_max_new_tokens,
                 width=self.part.decode_width or loaded.config.block_size,
                 batch_size=self.part.decode_batch_size,
+                check=check,
             )
             metrics |= dataclasses.asdict(decoding)
         return metrics

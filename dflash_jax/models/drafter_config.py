@@ -1,4 +1,4 @@
-"""DFlash drafters: config.json in the z-lab layout ↔ DrafterConfig, and the checks against a target."""
+"""DFlash drafters: config.json ↔ DrafterConfig, and the checks against a target."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Any
 
 from dflash_jax.models.config_fields import ConfigError, Fields, check_attention_shape
 from dflash_jax.models.rope_config import RopeConfig, parse_rope, rope_to_dict
+from dflash_jax.models.speculators_config import TYPE, from_speculators
 from dflash_jax.models.target_config import TargetConfig, check_target_layer_ids
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -98,14 +99,15 @@ class DrafterConfig:
             )
 
 
-def parse_drafter_config(config: Mapping[str, Any]) -> DrafterConfig:
-    """Reads the config.json of a drafter in the z-lab layout.
+def parse_drafter_config(config: Mapping[str, Any], *, num_target_layers: int | None = None) -> DrafterConfig:
+    """Reads the config.json of a drafter in the z-lab or the speculators layout.
 
-    The drafter's own fields (block_size, mask_token_id, target_layer_ids, num_target_layers, is_causal) may stand in
-    dflash_config, at the top level, or some here and some there; dflash_config wins.
+    In the z-lab layout the drafter's own fields (block_size, mask_token_id, target_layer_ids, num_target_layers,
+    is_causal) may stand in dflash_config, at the top level, or some here and some there; dflash_config wins.
 
     Args:
         config: the parsed config.json.
+        num_target_layers: layers of the target, for the speculators layout, which need not say.
 
     Returns:
         The drafter's sizes and semantics.
@@ -113,6 +115,8 @@ def parse_drafter_config(config: Mapping[str, Any]) -> DrafterConfig:
     Raises:
         ConfigError: not a DFlash drafter, something in it can't be represented, or a field is missing or out of range.
     """
+    if TYPE in config:
+        config = from_speculators(config, num_target_layers=num_target_layers)
     fields = Fields(("dflash_config.", config.get("dflash_config") or {}), ("", config))
     _refuse_unsupported(fields)
     num_layers = fields.integer("num_hidden_layers")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from tqdm import tqdm
 
-from dflash_jax.checkpoints.export import CHECKPOINTS, MADE_WITH
+from dflash_jax.checkpoints.export import CHECKPOINTS, MADE_WITH, METRICS
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, export_drafter
 from dflash_jax.checkpoints.training_state import TrainingCheckpoints
 from dflash_jax.config import ConfigError, ExperimentConfig
@@ -24,7 +24,7 @@ from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.pipeline import Batches
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import DrafterConfig, drafter_config_to_dict
-from dflash_jax.processes import StopRequest, agreed, is_first
+from dflash_jax.processes import Stopped, StopRequest, agreed, is_first
 from dflash_jax.sharding import mesh_of, on_mesh, place_parameters, to_devices
 from dflash_jax.training.features import OnlineFeatures, RememberedFeatures
 from dflash_jax.training.flops import drafter_flops, feature_flops, peak_flops
@@ -40,11 +40,13 @@ from dflash_jax.training.step import (
     micro_batches,
     train_step,
 )
+from dflash_jax.training.trackers import Tracker, trackers_for
 
 logger = logging.getLogger(__name__)
 
-# evaluate(drafter, step, last) → metrics; "acceptance_length" among them decides which drafter is kept
-Evaluate = Callable[[LoadedDrafter, int, bool], dict[str, Any]]
+# evaluate(drafter, step, last, check) → metrics; "acceptance_length" among them decides which drafter is kept. It calls
+# `check` between its pieces of work, and lets pass what that raises when the run is to stop.
+Evaluate = Callable[[LoadedDrafter, int, bool, Callable[[], None]], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +121,27 @@ class Trainer:
         self.best: float | None = None
         self.trained_seconds = 0.0
         self.checkpoints = TrainingCheckpoints(self.directory / CHECKPOINTS, keep=experiment.checkpoint.keep)
+        self.stop = StopRequest()
+        self.trackers: list[Tracker] = []
 
     def run(self) -> Outcome:
-        """Trains from the newest checkpoint, or from the start, to the configured step; returns what was kept."""
-        with on_mesh(self.mesh), StopRequest() as stop:
-            return self._run(stop)
+        """Trains from the newest checkpoint, or from the start, to the configured step; returns what was kept.
+
+        Raises:
+            ConfigError: the directory holds another run, or a package for logging is missing.
+        """
+        with on_mesh(self.mesh), self.stop, contextlib.ExitStack() as closing:
+            self._resume()
+            if is_first():
+                write_record(self.directory, self.experiment)
+                self.trackers = trackers_for(self.experiment, self.directory, self.step)
+            for tracker in self.trackers:
+                closing.callback(tracker.close)
+            try:
+                self._train()
+                return self._finish()
+            except Stopped:
+                return self._interrupted()
 
     def _placed(self, state: TrainState) -> TrainState:
         """The state where a restored one would be: one compilation serves both."""
@@ -131,38 +149,33 @@ class Trainer:
             return place_parameters(self.mesh, state)
         return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), state)
 
-    def _run(self, stop: StopRequest) -> Outcome:
-        self._resume()
-        if is_first():
-            write_record(self.directory, self.experiment)
+    def _train(self) -> None:
         every = self.experiment.logging.every_steps
         bar = tqdm(total=self.steps, initial=self.step, unit="step", dynamic_ncols=True, disable=not is_first())
         interval, begun_at = self._nothing_yet(), self.trained_seconds
-        profile = Profile(self.experiment, self.directory)
-        while not self._done():
-            if stop.reached(self.step):
-                profile.close()
-                return self._interrupted()
-            begun = time.perf_counter()
-            profile.before_step()
-            batch, tokens = self._next_batch()
-            settings = self._step_settings()
-            self.state, new = train_step(self.state, self.tables, batch, settings=settings, optimizer=self.optimizer)
-            jax.block_until_ready(new)
-            self.trained_seconds += agreed(time.perf_counter() - begun)
-            new = Interval(new, 1, tokens, self._needed_flops(batch, settings))
-            interval = jax.tree.map(operator.add, interval, new)
-            bar.update()
-            if self.step % every == 0 or self._done():
-                self._log(bar, interval, self.trained_seconds - begun_at)
-                interval, begun_at = self._nothing_yet(), self.trained_seconds
-            if self._due(self.experiment.evaluation.every_steps):
-                self._evaluate()
-            if self._due(self.experiment.checkpoint.every_steps):
-                self._save()
-        bar.close()
-        profile.close()
-        return self._finish()
+        with contextlib.closing(bar), contextlib.closing(Profile(self.experiment, self.directory)) as profile:
+            while not self._done():
+                self.stop.check()
+                profile.before_step()
+                interval = jax.tree.map(operator.add, interval, self._advance())
+                bar.update()
+                if self.step % every == 0 or self._done():
+                    self._log(bar, interval, self.trained_seconds - begun_at)
+                    interval, begun_at = self._nothing_yet(), self.trained_seconds
+                if self._due(self.experiment.evaluation.every_steps):
+                    self._evaluate()
+                if self._due(self.experiment.checkpoint.every_steps):
+                    self._save()
+
+    def _advance(self) -> Interval:
+        """One step. Its batch goes when this returns, so that it is not held while the next one's features are made."""
+        begun = time.perf_counter()
+        batch, tokens = self._next_batch()
+        settings = self._step_settings()
+        self.state, sums = train_step(self.state, self.tables, batch, settings=settings, optimizer=self.optimizer)
+        jax.block_until_ready(sums)
+        self.trained_seconds += agreed(time.perf_counter() - begun)
+        return Interval(sums, 1, tokens, self._needed_flops(batch, settings))
 
     @property
     def step(self) -> int:
@@ -227,12 +240,15 @@ class Trainer:
         if is_first():
             with self.metrics_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
+        for tracker in self.trackers:
+            tracker.log(kind, self.step, metrics)
 
     def _evaluate(self, *, last: bool = False) -> None:
         """Evaluates, and exports the drafter when no earlier one had a higher acceptance length."""
         if self.evaluate is None:
             return
-        metrics = self.evaluate(LoadedDrafter(self.state.drafter, self.drafter_config, "in training"), self.step, last)
+        drafter = LoadedDrafter(self.state.drafter, self.drafter_config, "in training")
+        metrics = self.evaluate(drafter, self.step, last, self.stop.check)
         self._write("evaluation", metrics)
         if is_first():
             tqdm.write(f"step {self.step}: " + ", ".join(f"{name} {_short(value)}" for name, value in metrics.items()))
@@ -255,7 +271,7 @@ class Trainer:
     @property
     def metrics_file(self) -> Path:
         """JSON lines: kind "train" or "evaluation", step, seconds of training so far, and what was measured."""
-        return self.directory / "metrics.jsonl"
+        return self.directory / METRICS
 
     def _save(self) -> None:
         position = {
@@ -283,7 +299,8 @@ class Trainer:
         logger.info("resumed from step %d in %s", newest, self.directory)
 
     def _interrupted(self) -> Outcome:
-        """Leaves a checkpoint to go on from. Nothing is evaluated: whoever asked to stop may not wait that long."""
+        """Leaves a checkpoint to go on from. An evaluation that was going on is given up: whoever asked to stop may not
+        wait that long."""
         self._save()
         self.checkpoints.close()
         logger.warning(
@@ -292,8 +309,8 @@ class Trainer:
         return Outcome(self.drafter_dir, self.best, self.step, int(self.state.skipped), finished=False)
 
     def _finish(self) -> Outcome:
+        self._save()  # before the last evaluation, which takes long and may be cut off
         self._evaluate(last=True)
-        self._save()
         self.checkpoints.close()
         if self.best is None:
             self._export()

@@ -1,0 +1,146 @@
+"""The speculators layout of drafters, beside the z-lab layout: both say the same, to us and to a reader that is not."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_folders import rewrite, same_parameters, set_config
+
+from dflash_jax.checkpoints.huggingface import LoadedDrafter, export_drafter, load_drafter, load_target
+from dflash_jax.checkpoints.safetensors_io import CheckpointError, read_independently
+from dflash_jax.models.family import ConfigError, drafter_config_to_dict, parse_drafter_config, to_speculators
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TARGET = "some/target"
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What a server takes from a drafter's folder."""
+
+    decoder: dict
+    taps: list[int]
+    mask_token_id: int
+    speculative_tokens: int
+    causal: bool | None
+    tensors: dict[str, np.ndarray]
+
+
+def read_as_served(folder: Path) -> Served:
+    """A reader of both layouts, written from what vLLM reads. It shares no code with ours but that of the weights'
+    file, which is written from the format's definition alone."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = dict(read_independently(folder / "model.safetensors"))
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes += ("head_dim", "vocab_size", "rms_norm_eps", "layer_types", "sliding_window", "rope_parameters")
+    if "speculators_model_type" not in config:
+        own = config["dflash_config"]
+        decoder, width, causal = config, config["block_size"], config.get("is_causal")
+        taps, mask = own["target_layer_ids"], own["mask_token_id"]
+    else:
+        assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "dflash"
+        assert config["speculators_config"]["verifier"]["name_or_path"] == TARGET
+        assert config["draft_vocab_size"] == config["transformer_layer_config"]["vocab_size"]
+        (proposal,) = config["speculators_config"]["proposal_methods"]
+        decoder, width = config["transformer_layer_config"], proposal["speculative_tokens"] + 1
+        taps = [entered - 1 for entered in config["aux_hidden_state_layer_ids"]]
+        mask, causal = config["mask_token_id"], not config["sliding_window_non_causal"]
+        assert not {"dflash_config", "block_size", "num_target_layers"} & set(decoder)
+    return Served({name: decoder[name] for name in sizes}, taps, mask, width - 1, causal, tensors)
+
+
+@pytest.fixture(scope="module")
+def drafter() -> LoadedDrafter:
+    return load_drafter(FIXTURES / "qwen3_yarn_b16" / "drafter")
+
+
+@pytest.fixture
+def exported(drafter, tmp_path) -> Path:
+    return export_drafter(drafter.model, drafter.config, tmp_path / "there", layout="speculators", verifier=TARGET)
+
+
+def test_both_layouts_are_read_to_the_same_drafter(drafter, exported, tmp_path):
+    plain = export_drafter(drafter.model, drafter.config, tmp_path / "plain")
+    ours, theirs = read_as_served(exported), read_as_served(plain)
+    assert dataclasses.replace(ours, tensors={}) == dataclasses.replace(theirs, tensors={})
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name, tensor in theirs.tensors.items():
+        assert ours.tensors[name].dtype == tensor.dtype and ours.tensors[name].tobytes() == tensor.tobytes()
+    assert theirs.taps == list(drafter.config.target_layer_ids) and theirs.speculative_tokens == 15
+
+
+def test_an_export_loads_again(drafter, exported):
+    again = load_drafter(exported, target=load_target(FIXTURES / "qwen3_yarn_b16" / "target"))
+    assert drafter_config_to_dict(again.config) == drafter_config_to_dict(drafter.config)
+    assert same_parameters(again.model, drafter.model)
+
+
+def test_a_file_that_does_not_count_the_targets_layers_needs_the_target(drafter, exported):
+    content = json.loads((exported / "config.json").read_text())
+    del content["num_target_layers"]
+    with pytest.raises(ConfigError, match="does not set .*num_target_layers"):
+        parse_drafter_config(content)
+    again = parse_drafter_config(content, num_target_layers=drafter.config.num_target_layers)
+    assert drafter_config_to_dict(again) == drafter_config_to_dict(drafter.config)
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "is_causal", "switch"),
+    [
+        (("full_attention", "full_attention"), False, False),
+        (("full_attention", "sliding_attention"), False, False),
+        (("sliding_attention", "sliding_attention"), True, True),
+        (("sliding_attention", "sliding_attention"), None, True),
+        (("full_attention", "sliding_attention"), None, None),
+        (("full_attention", "sliding_attention"), True, None),
+        (("full_attention", "full_attention"), True, None),
+    ],
+)
+def test_causality_is_kept_or_refused(drafter, layer_types, is_causal, switch):
+    fields = {"num_layers": 2, "layer_types": layer_types, "sliding_window": 8, "is_causal": is_causal}
+    config = dataclasses.replace(drafter.config, **fields)
+    plain = drafter_config_to_dict(config)
+    if switch is None:
+        with pytest.raises(ConfigError, match="is_causal: in the speculators layout"):
+            to_speculators(plain, verifier=TARGET)
+        return
+    written = to_speculators(plain, verifier=TARGET)
+    assert written["sliding_window_non_causal"] == (not switch)
+    reread = parse_drafter_config(written)
+    for layer in range(2):
+        assert reread.layer_is_causal(layer) == config.layer_is_causal(layer) == switch
+        assert reread.layer_window(layer) == config.layer_window(layer)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type 'eagle3' is not supported"),
+        ({"projector_type": "domino"}, "projector_type 'domino' is not supported"),
+        ({"shift_label": True}, "shift_label True is not supported"),
+        ({"sample_from_anchor": True}, "sample_from_anchor True is not supported"),
+        ({"draft_vocab_size": 32}, "draft_vocab_size 32 is not supported"),
+        ({"target_hidden_size": 8}, "target_hidden_size 8 must be the drafter's hidden_size"),
+        ({"aux_hidden_state_layer_ids": [0, 2, 3]}, "aux_hidden_state_layer_ids .*: must be at least 1"),
+        ({"aux_hidden_state_layer_ids": None}, "does not set aux_hidden_state_layer_ids"),
+        ({"mask_token_id": None}, "does not set .*mask_token_id"),
+    ],
+)
+def test_what_differs_from_our_drafter_is_refused_by_field(exported, fields, message):
+    set_config(exported, **fields)
+    with pytest.raises(ConfigError, match=message):
+        load_drafter(exported)
+
+
+def test_a_copy_of_the_targets_tables_is_refused(exported):
+    rewrite(exported, lambda tensors: tensors | {"embed_tokens.weight": np.ones((2, 2), np.float32)})
+    with pytest.raises(CheckpointError, match="unexpected: embed_tokens.weight"):
+        load_drafter(exported)
+
+
+def test_the_target_has_to_be_named(drafter, tmp_path):
+    with pytest.raises(CheckpointError, match="names the target; set verifier"):
+        export_drafter(drafter.model, drafter.config, tmp_path / "out", layout="speculators")
+    assert not list(tmp_path.iterdir())
