@@ -24,6 +24,9 @@ from dflash_jax.config import ConfigError
 from dflash_jax.data import features
 from dflash_jax.data.feature_store import StoredSplit, plan_shards, read_schema
 from dflash_jax.data.pipeline import collate
+from dflash_jax.data.prepared import PreparedRow, write_prepared
+from dflash_jax.data.records import read_chats
+from dflash_jax.data.rows import rows_from_regenerated
 from dflash_jax.evaluation.training_run import prepare, rows_in_use
 from dflash_jax.training.features import OnlineFeatures, StoredFeatures
 
@@ -207,6 +210,24 @@ def test_a_run_on_stored_features_resumes_to_the_bit(files, offline, tmp_path):
     assert numbers(tmp_path) == numbers(offline.directory)[4:]
 
 
+def test_features_of_a_prepared_set_serve_runs_on_its_first_rows(files, tmp_path):
+    rows, _ = rows_from_regenerated(read_chats(files / "chats.jsonl")[0], max_length=32)
+    made_for = {"target": "own", "target_fingerprint": fingerprint(files / "target")}
+    prepared = [PreparedRow(row, "train", "chats.jsonl", 1) for row in rows]
+    write_prepared(tmp_path / "set", prepared, made_for)
+    fields = {"data__train_file": str(tmp_path / "set"), "data__heldout_file": ""}
+    store(experiment(files, tmp_path, **fields, data__max_rows=24), tmp_path / "out")
+    fields["data__features"] = str(tmp_path / "out")
+    trainer = prepare(experiment(files, tmp_path / "run", **fields, data__max_rows=8))
+    batch = next(trainer.batches)
+    assert trainer.features(batch["tokens_BT"], batch["row_index_B"]).taps.shape == (4, 32, 2, 32)
+    with pytest.raises(ConfigError, match=r"of 24 train rows, data\.max_rows asks for 25"):
+        prepare(experiment(files, tmp_path / "run", **fields))
+    short = experiment(files, tmp_path, **fields, data__max_length=16, data__length_buckets=(16,))
+    with pytest.raises(ValueError, match=r"set: a row has 22 tokens, and the last of data\.length_buckets=\(16,\)"):
+        store(short, tmp_path / "other")
+
+
 # A target that is not all there
 
 
@@ -248,10 +269,12 @@ def test_layers_are_not_loaded_where_nothing_needs_them(files, tmp_path):
     trainer = prepare(experiment(files, tmp_path, **fields | decodes))
     assert trainer.target.has_layers and len(trainer.evaluate.prompts) == 3
     absent = without_layers(files, tmp_path / "target", "one file")
-    for start in ("target", "regression"):
+    for start in ("regression", "target"):
         fields |= {"model__initialisation": start, "model__target": str(absent)}
         with pytest.raises(ConfigError, match=f"weights of it are missing, which model.initialisation='{start}' needs"):
             prepare(experiment(files, tmp_path / "run", **fields))
+    (tmp_path / "run" / "checkpoints" / "4").mkdir(parents=True)  # a run to go on with, whose start is long past
+    assert not prepare(experiment(files, tmp_path / "run", **fields)).target.has_layers
 
 
 def test_another_target_is_refused_unless_allowed(files, tmp_path):

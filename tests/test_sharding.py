@@ -18,7 +18,7 @@ DEVICES = 8
         ("decoding", (1, 1, 8)),
         ("work", (8, 1, 1)),
         ("loading", (1, 4, 2)),
-        ("features", (2, 2, 2)),
+        pytest.param("features", (2, 2, 2), marks=pytest.mark.long),
         pytest.param("training", (1, 8, 1), marks=pytest.mark.long),
         pytest.param("training", (8, 1, 1), marks=pytest.mark.slow),
         pytest.param("training", (1, 1, 8), marks=pytest.mark.long),
@@ -193,7 +193,7 @@ def check_loading(sizes: tuple[int, int, int]) -> None:
 
 
 def check_features(sizes: tuple[int, int, int]) -> None:
-    """Features that a divided target stored are those of one device, and a divided run trains on them as one does."""
+    """Features that a divided target stores are those of one device, and each device is given those of its rows."""
     import tempfile
 
     import jax
@@ -202,28 +202,35 @@ def check_features(sizes: tuple[int, int, int]) -> None:
 
     from dflash_jax.data import features
     from dflash_jax.data.feature_store import StoredSplit
-    from dflash_jax.evaluation.training_run import prepare
+    from dflash_jax.sharding import make_mesh
+    from dflash_jax.training.features import StoredFeatures
 
-    meshes = {"one": (1, 1, 1), "ours": sizes}
     with tempfile.TemporaryDirectory() as folder:
         rng = np.random.default_rng(0)
         rows = [chat_row(str(i), [1, 2, i], rng.integers(0, 50, 8 + i).tolist()) for i in range(10)]
         target, chats = write_target(Path(folder) / "target"), write_rows(Path(folder) / "chats.jsonl", rows)
-        stored, states = {}, {}
-        for name, mesh in meshes.items():
+
+        def stored(mesh: tuple[int, int, int]) -> StoredSplit:
             fields = {f"mesh__{axis}": size for axis, size in zip(("data", "fsdp", "tensor"), mesh, strict=True)}
-            run = settings(target, chats, Path(folder) / name, **fields, training__steps=2)
-            features.run(run, f"{folder}/{name}.features", shard_bytes=20_000, say=lambda text: None)
-            stored[name] = StoredSplit(f"{folder}/{name}.features", "train")
-            # Both of the same files: a first update of Adam is as large for a gradient of rounding.
-            fields["data__features"] = f"{folder}/one.features"
-            trainer = prepare(settings(target, chats, Path(folder) / name, **fields, training__steps=2))
-            trainer.run()
-            states[name] = jax.device_get(trainer.state)
-        for row in range(10):
-            np.testing.assert_allclose(*(split.read("taps", row) for split in stored.values()), rtol=1e-6, atol=1e-6)
-    for mine, theirs in zip(*map(jax.tree.leaves, states.values()), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+            out = f"{folder}/{mesh}"
+            run = settings(target, chats, Path(folder) / "run", **fields, training__loss="teacher")
+            features.run(run, out, shard_bytes=20_000, say=lambda text: None)
+            return StoredSplit(out, "train")
+
+        one, ours = stored((1, 1, 1)), stored(sizes)
+        for row, name in ((row, name) for row in range(10) for name in ("taps", "hidden")):
+            # sums over heads and features in another order, through four layers
+            np.testing.assert_allclose(ours.read(name, row), one.read(name, row), atol=1e-5)
+        rows_B = np.array([7, 0, 9, 3])
+        with jax.set_mesh(make_mesh(*sizes)):
+            taps, hidden = StoredFeatures(ours, with_hidden=True)(np.zeros((4, 20), np.int32), rows_B)
+        for name, array in (("taps", taps), ("hidden", hidden)):
+            shares = {shard.data.shape[0] for shard in array.addressable_shards}
+            assert shares == {4 // (sizes[0] * sizes[1])} and len(array.addressable_shards) == 8
+            for slot, row in enumerate(rows_B):
+                wanted = ours.read(name, row)
+                np.testing.assert_array_equal(array[slot, : len(wanted)], wanted)
+                assert not np.any(array[slot, len(wanted) :])
 
 
 CHECKS = {"training": check_training, "decoding": check_decoding, "work": check_work}

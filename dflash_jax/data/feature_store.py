@@ -64,14 +64,9 @@ class FeatureSchema:
     splits: Mapping[str, SplitSchema]
 
     @property
-    def arrays(self) -> int:
-        """Vectors of hidden_size that are stored for each token."""
-        return len(self.layers) + self.hidden
-
-    @property
     def token_bytes(self) -> int:
         """Bytes that the features of a token take."""
-        return self.arrays * self.hidden_size * np.dtype(self.dtype).itemsize
+        return (len(self.layers) + self.hidden) * self.hidden_size * np.dtype(self.dtype).itemsize
 
 
 def plan_shards(lengths: Sequence[int], *, token_bytes: int, pass_rows: int, shard_bytes: int) -> list[list[int]]:
@@ -179,6 +174,8 @@ class StoredSplit:
         for index, path in enumerate(self._paths):
             with _opened(path) as shard:
                 rows, lengths = shard.get_tensor("rows"), shard.get_tensor("lengths")
+            if rows.max() >= part.rows:
+                raise ValueError(f"{path} is of other features than {SCHEMA} beside it")
             self._shard_of[rows], self._lengths[rows] = index, lengths
             self._first[rows] = np.cumsum(lengths) - lengths
         if (self._shard_of < 0).any():

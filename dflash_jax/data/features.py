@@ -144,6 +144,11 @@ def _plan(experiment: ExperimentConfig, outline: Any, shard_bytes: int) -> tuple
     splits, described = {}, {}
     for name, (rows, lengths, sha256) in used.items():
         lengths = lengths[: limits[name]]
+        if max(lengths) > data.length_buckets[-1]:
+            raise ValueError(
+                f"{files[name]}: a row has {max(lengths)} tokens, and the last of data.length_buckets="
+                f"{data.length_buckets} is shorter"
+            )
         shards = feature_store.plan_shards(
             lengths, token_bytes=schema.token_bytes, pass_rows=schema.pass_rows, shard_bytes=shard_bytes
         )
@@ -168,7 +173,8 @@ def _tensors(shard: Shard, features: FeatureSource, schema: FeatureSchema, bar: 
     stored = {name: np.empty(sizes[name], schema.dtype) for name in names}
     first = 0
     for start in range(0, len(shard.rows), schema.pass_rows):
-        together, lengths = (part[start : start + schema.pass_rows] for part in (shard.rows, shard.lengths))
+        together = shard.rows[start : start + schema.pass_rows]
+        lengths = [shard.split.lengths[row] for row in together]
         padded = schema.length_buckets[bisect.bisect_left(schema.length_buckets, max(lengths))]
         # All passes of a length are one program: a last one that is not full repeats a row.
         batch = collate(shard.split.rows, together + together[:1] * (schema.pass_rows - len(together)), padded)

@@ -31,7 +31,7 @@ from dflash_jax.training.features import FeatureSource, OnlineFeatures, feature_
 from dflash_jax.training.initialise import parameter_count
 from dflash_jax.training.offline import load_target_for, stored_features, stored_schema
 from dflash_jax.training.regression_start import drafter_by_regression, row_moments
-from dflash_jax.training.setup import is_fitted, mesh_for, starting_drafter, starts_by_regression, step_settings
+from dflash_jax.training.setup import mesh_for, starting_drafter, starts_from_target, step_settings
 from dflash_jax.training.step import VocabularyTables
 from dflash_jax.training.teacher import shortlist_tokens
 from dflash_jax.training.trainer import Outcome, Trainer
@@ -106,7 +106,7 @@ def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
     # Before anything takes long: a wrong file is found now.
     evaluate = HeldOut(experiment, target, config) if data.heldout_file else None
     features = _features(experiment, target, config, "train", used, with_hidden=_keeps_hidden(experiment))
-    if starts_by_regression(experiment):
+    if experiment.model.initialisation == "regression" and starts_from_target(experiment):
         singles = [collate(rows, [i], _bucket(length, data.length_buckets)) for i, length in enumerate(lengths)]
         fitted_on = features
         if not _keeps_hidden(experiment):
@@ -159,8 +159,9 @@ def _features(
 def _keeps_hidden(experiment: ExperimentConfig) -> bool:
     """Whether features hold final hidden states: the teacher loss needs them in every step, a fit only once, and there
     they are kept with the taps where features are remembered."""
-    training = experiment.training
-    return training.loss == "teacher" or (is_fitted(experiment.model) and training.feature_cache == "memory")
+    model, training = experiment.model, experiment.training
+    fitted = model.initialisation == "regression" and model.warm_start is None
+    return training.loss == "teacher" or (fitted and training.feature_cache == "memory")
 
 
 def _tables(

@@ -12,7 +12,7 @@ from dflash_jax.config import ConfigError, ExperimentConfig, naming
 from dflash_jax.data.feature_store import FeatureSchema, StoredSplit, read_schema
 from dflash_jax.data.provenance import OVERRIDE, check_made_for, tokenizer_hash
 from dflash_jax.training.features import StoredFeatures
-from dflash_jax.training.setup import starts_by_regression
+from dflash_jax.training.setup import starts_from_target
 
 # Which field decides how many rows of a split are used.
 _ROWS_OF = {"train": "data.max_rows", "heldout": "evaluation.rows"}
@@ -41,7 +41,7 @@ def load_target_for(experiment: ExperimentConfig, mesh: Mesh | None) -> LoadedTa
     with naming("model.target", model.target):
         if schema is None or (_runs_the_target(experiment) and has_all_weights(model.target)):
             return load_target(model.target, dtype=model.target_dtype, mesh=mesh)
-        if _starts_from_layers(experiment):
+        if starts_from_target(experiment):
             raise ConfigError(
                 f"weights of it are missing, which model.initialisation={model.initialisation!r} needs; use 'random', "
                 "or model.warm_start"
@@ -105,10 +105,4 @@ def stored_features(
 def _runs_the_target(experiment: ExperimentConfig) -> bool:
     """Whether something else than features needs the target's layers, or would use them if they are there."""
     decodes = bool(experiment.data.heldout_file) and experiment.evaluation.decode_prompts > 0
-    return decodes or _starts_from_layers(experiment)
-
-
-def _starts_from_layers(experiment: ExperimentConfig) -> bool:
-    """Whether the drafter's start is made of the target's layers, or of its final norm."""
-    copied = experiment.model.initialisation == "target" and experiment.model.warm_start is None
-    return copied or starts_by_regression(experiment)
+    return decodes or starts_from_target(experiment)

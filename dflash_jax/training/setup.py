@@ -83,21 +83,22 @@ def starting_drafter(experiment: ExperimentConfig, target: LoadedTarget) -> tupl
     if model.warm_start is not None:
         return _warm_start(model, model.warm_start, target)
     config = drafter_config(model, target)
-    if model.initialisation == "target":
+    if model.initialisation == "target" and starts_from_target(experiment):
         return config, drafter_from_target(config, target.model, seed)
     if model.initialisation == "regression":
         check_regression_fits(config)
     return config, random_drafter(config, seed)
 
 
-def is_fitted(model: ModelConfig) -> bool:
-    """Whether the start of training is fitted to the training rows."""
-    return model.initialisation == "regression" and model.warm_start is None
-
-
-def starts_by_regression(experiment: ExperimentConfig) -> bool:
-    """Whether the drafter is to be fitted first: not where a warm start or a checkpoint takes its place."""
-    return is_fitted(experiment.model) and not has_checkpoint(f"{experiment.checkpoint.directory}/{CHECKPOINTS}")
+def starts_from_target(experiment: ExperimentConfig) -> bool:
+    """Whether the start is copied from the target or fitted to it: not where a warm start or a checkpoint takes its
+    place."""
+    model, directory = experiment.model, experiment.checkpoint.directory
+    return (
+        model.initialisation != "random"
+        and model.warm_start is None
+        and not has_checkpoint(f"{directory}/{CHECKPOINTS}")
+    )
 
 
 def _warm_start(model: ModelConfig, source: str, target: LoadedTarget) -> tuple[DrafterConfig, Drafter]:
