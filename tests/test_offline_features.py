@@ -313,6 +313,11 @@ def test_features_that_do_not_fit_the_run_are_refused(files, tmp_path, fields, m
         prepare(experiment(files, tmp_path, **{"data__features": str(files / "stored")} | fields))
 
 
+def test_a_warm_start_decides_the_layers(files, offline):
+    start = {"model__warm_start": str(offline.drafter_dir), "model__target_layer_ids": (), "model__num_taps": 3}
+    assert "nothing was left to compute" in store(experiment(files, files, **start), files / "stored")[0]
+
+
 def test_what_was_not_stored_comes_from_the_target_or_is_refused(files, tmp_path):
     fields = {"training__loss": "labels", "data__heldout_file": ""}
     store(experiment(files, tmp_path, **fields), tmp_path / "out")
@@ -331,6 +336,12 @@ def test_broken_files_are_named(files, tmp_path):
     broken.write_bytes(broken.read_bytes()[:-100])
     with pytest.raises(ConfigError, match=rf"{broken.name} is broken .*; delete it"):
         prepare(experiment(files, tmp_path, data__features=str(out)))
+    shutil.copy(files / "stored" / "train-00005-of-00006.safetensors", broken)
+    with pytest.raises(ValueError, match="the shards of train rows lack row"):
+        StoredSplit(out, "train")
+    shutil.copy(broken, out / "heldout-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match="heldout-00001-of-00002.safetensors is of other features"):
+        StoredSplit(out, "heldout")
     for content in ("{", "[]", '{"kind": "something else"}', '{"kind": "dflash_jax features 1", "splits": {}}'):
         (out / "schema.json").write_text(content)
         with pytest.raises(ValueError, match="schema.json does not describe features"):
