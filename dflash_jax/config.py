@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from dflash_jax.config_parts import ConfigError as ConfigError
 from dflash_jax.config_parts import Rule, check_rules, checked_parts, defaults
+from dflash_jax.config_parts import naming as naming
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,8 @@ class DataConfig:
     Of a prepared set, train_file reads the split "train" and heldout_file "heldout"; without a heldout_file ("")
     nothing is evaluated and the last drafter is exported. Rows are cut at max_length (those of a prepared set were,
     when it was made) and padded to one of length_buckets. allow_other_target: train even if the rows were made for
-    another target or tokenizer.
+    another target or tokenizer. features: a folder that python -m dflash_jax.data.features wrote for these rows; the
+    target then runs only for decoding in evaluations and for a fitted or copied start.
     """
 
     train_file: str = ""
@@ -57,6 +59,7 @@ class DataConfig:
     length_buckets: tuple[int, ...] = (3072,)
     max_rows: int | None = None
     allow_other_target: bool = False
+    features: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +243,7 @@ def _text_rules(parts: dict[str, Any]) -> list[Rule]:
         ("model.target", bool(parts["model"].target), "a folder, a hub id or smollm2-135m-instruct"),
         ("model.warm_start", parts["model"].warm_start != "", "a folder or a hub id, or None"),
         ("data.train_file", bool(parts["data"].train_file), "a file of regenerated chats, or a prepared set"),
+        ("data.features", parts["data"].features != "", "a folder of features, or None"),
         ("checkpoint.directory", bool(parts["checkpoint"].directory), "the directory of the run"),
         ("logging.wandb_project", parts["logging"].wandb_project != "", "the name of a project, or None"),
     ]
@@ -279,6 +283,11 @@ def _joint_rules(parts: dict[str, Any]) -> list[Rule]:
             "training.accumulation",
             training.accumulation >= 1 and training.rows_per_step % training.accumulation == 0,
             f"a divisor of training.rows_per_step={training.rows_per_step}",
+        ),
+        (
+            "training.feature_cache",
+            data.features is None or training.feature_cache == "none",
+            "'none' where data.features says where they are",
         ),
         (
             "training.narrow_width",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -18,6 +19,15 @@ Parts = Mapping[str, type]
 
 # (field, whether its value is fine, what is allowed)
 Rule = tuple[str, bool, str]
+
+
+@contextlib.contextmanager
+def naming(field: str, value: Any) -> Iterator[None]:
+    """Inside, a ValueError becomes a ConfigError that names the field."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{field}={value!r}: {error}") from error
 
 
 def defaults(parts: Parts) -> ConfigDict:

@@ -149,15 +149,16 @@ def _same(x: jax.Array) -> jax.Array:
 def to_devices(tree: Any) -> Any:
     """Host arrays, of which every process has the whole, on the devices of the context: divided by their first axis,
     the rows, over its mesh if there is one."""
+    return jax.tree.map(lambda x: rows_to_devices(x.shape, lambda rows: x[rows]), tree)
+
+
+def rows_to_devices(shape: Sequence[int], read: Callable[[slice], np.ndarray]) -> jax.Array:
+    """An array as `to_devices` makes it, of which a process reads only the rows of its own devices."""
     mesh = jax.sharding.get_mesh()
-
-    def put(x: np.ndarray) -> jax.Array:
-        if mesh.empty:
-            return jnp.asarray(x)
-        sharding = NamedSharding(mesh, spec_of(mesh, ("rows",), x.shape[:1]))
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
-    return jax.tree.map(put, tree)
+    if mesh.empty:
+        return jnp.asarray(read(slice(None)))
+    sharding = NamedSharding(mesh, spec_of(mesh, ("rows",), shape[:1]))
+    return jax.make_array_from_callback(tuple(shape), sharding, lambda index: read(index[0] if index else slice(None)))
 
 
 def constrain_parameters(tree: Any) -> Any:

@@ -17,6 +17,7 @@ from tiny_run import chat_row, own_rows, read_metrics, settings, write_config, w
 
 from dflash_jax.checkpoints.export import export_checkpoint
 from dflash_jax.checkpoints.safetensors_io import CheckpointError
+from dflash_jax.data import features
 from dflash_jax.processes import HEARTBEAT_SECONDS, join
 
 ROOT = Path(__file__).parents[1]
@@ -122,6 +123,16 @@ def test_two_processes_train_the_drafter_of_one(folder, alone):
     # counts and sums of all rows, not of one process
     assert ours[0]["blocks"] == wanted[0]["blocks"] and ours[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=1e-5)
     assert ours[-1]["acceptance_length"] == wanted[-1]["acceptance_length"]
+
+
+@pytest.mark.long
+def test_two_processes_train_on_stored_features_as_one_does_online(folder, alone):
+    heldout = str(folder / "chats.jsonl")
+    run = settings(folder / "target", folder / "chats.jsonl", folder, data__heldout_file=heldout)
+    features.run(run, folder / "features", say=lambda text: None)
+    directory = folder / "two_on_stored"
+    ended(start(config(folder, directory, data__features=str(folder / "features")), 2))
+    assert_same_drafter(directory, alone)
 
 
 @pytest.mark.long

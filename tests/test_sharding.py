@@ -20,6 +20,7 @@ DEVICES = 8
         ("loading", (1, 4, 2)),
         pytest.param("long_rows", (1, 1, 1, 8), marks=pytest.mark.long),
         pytest.param("training", (2, 2, 2), marks=pytest.mark.long),
+        pytest.param("features", (2, 2, 2), marks=pytest.mark.long),
         pytest.param("training", (1, 8, 1), marks=pytest.mark.long),
         pytest.param("training", (8, 1, 1), marks=pytest.mark.slow),
         pytest.param("training", (1, 1, 8), marks=pytest.mark.long),
@@ -247,6 +248,47 @@ def check_loading(sizes: tuple[int, int, int]) -> None:
         held += sum(shard.data.nbytes for shard in mine.addressable_shards)
     matrices = [share for _, share in parts if share < 1]
     assert set(matrices) == {1 / 8} and sum(size for size, _ in parts) <= held
+
+
+def check_features(sizes: tuple[int, int, int]) -> None:
+    """Features that a divided target stores are those of one device, and each device is given those of its rows."""
+    import tempfile
+
+    import jax
+    import numpy as np
+    from tiny_run import chat_row, settings, write_rows, write_target
+
+    from dflash_jax.data import features
+    from dflash_jax.data.feature_store import StoredSplit
+    from dflash_jax.sharding import make_mesh
+    from dflash_jax.training.features import StoredFeatures
+
+    with tempfile.TemporaryDirectory() as folder:
+        rng = np.random.default_rng(0)
+        rows = [chat_row(str(i), [1, 2, i], rng.integers(0, 50, 8 + i).tolist()) for i in range(10)]
+        target, chats = write_target(Path(folder) / "target"), write_rows(Path(folder) / "chats.jsonl", rows)
+
+        def stored(mesh: tuple[int, int, int]) -> StoredSplit:
+            fields = {f"mesh__{axis}": size for axis, size in zip(("data", "fsdp", "tensor"), mesh, strict=True)}
+            out = f"{folder}/{mesh}"
+            run = settings(target, chats, Path(folder) / "run", **fields, training__loss="teacher")
+            features.run(run, out, shard_bytes=20_000, say=lambda text: None)
+            return StoredSplit(out, "train")
+
+        one, ours = stored((1, 1, 1)), stored(sizes)
+        for row, name in ((row, name) for row in range(10) for name in ("taps", "hidden")):
+            # sums over heads and features in another order, through four layers
+            np.testing.assert_allclose(ours.read(name, row), one.read(name, row), atol=1e-5)
+        rows_B = np.array([7, 0, 9, 3])
+        with jax.set_mesh(make_mesh(*sizes)):
+            taps, hidden = StoredFeatures(ours, with_hidden=True)(np.zeros((4, 20), np.int32), rows_B)
+        for name, array in (("taps", taps), ("hidden", hidden)):
+            shares = {shard.data.shape[0] for shard in array.addressable_shards}
+            assert shares == {4 // (sizes[0] * sizes[1])} and len(array.addressable_shards) == 8
+            for slot, row in enumerate(rows_B):
+                wanted = ours.read(name, row)
+                np.testing.assert_array_equal(array[slot, : len(wanted)], wanted)
+                assert not np.any(array[slot, len(wanted) :])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import json
 import secrets
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
-from dflash_jax.checkpoints.names import drafter_entries, prefixed_target_entries
+from dflash_jax.checkpoints.names import drafter_entries, prefixed_target_entries, table_entries
 from dflash_jax.checkpoints.safetensors_io import (
     SINGLE_FILE,
     CheckpointError,
@@ -36,7 +36,7 @@ from dflash_jax.models.family import (
     parse_target_config,
     to_speculators,
 )
-from dflash_jax.models.target import Target
+from dflash_jax.models.target import Target, TargetTables
 
 Layout = Literal["z-lab", "speculators"]
 
@@ -62,6 +62,11 @@ class LoadedTarget:
     stop_token_ids: tuple[int, ...]
     source: str
     fingerprint: str
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether the model can run; `load_target_tables` gives one that can't."""
+        return type(self.model) is not TargetTables
 
 
 @dataclass(frozen=True)
@@ -104,20 +109,37 @@ def load_target(source: str | Path, *, dtype: str | None = "float32", mesh: Mesh
         CheckpointError: the source can't be found, or its files are incomplete or don't fit its config.json.
     """
     check_dtype(dtype)
-    folder = resolve_source(source, files=(*WEIGHT_FILES, *TEXT_FILES))
-    raw_config = read_json(folder / "config.json")
-    config = parse_target_config(raw_config)
+    outline, folder = _outline(source)
     with TensorFolder(folder) as tensors:
-        model = _read_target(config, tensors, dtype, mesh)
-    tokenizer = load_tokenizer(folder)
-    return LoadedTarget(
-        model=model,
-        config=config,
-        tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids_of(folder, raw_config, tokenizer),
-        source=str(source),
-        fingerprint=fingerprint(folder),
-    )
+        model = _read_target(outline.config, tensors, dtype, mesh)
+    return replace(outline, model=model, fingerprint=fingerprint(folder))
+
+
+def outline_target(source: str | Path) -> LoadedTarget:
+    """A target whose parameters are shapes: all that `load_target` gives, without loading weights."""
+    outline, folder = _outline(source)
+    return replace(outline, fingerprint=fingerprint(folder))
+
+
+def load_target_tables(source: str | Path, *, dtype: str | None = "float32", mesh: Mesh | None = None) -> LoadedTarget:
+    """A target of which only embedding and head are loaded, as a TargetTables; the other weights need not be there.
+
+    Arguments and errors as for `load_target`. The fingerprint is "", since it covers all weights; see
+    target_files.tables_hash.
+    """
+    check_dtype(dtype)
+    outline, folder = _outline(source)
+    tables: Any = nnx.eval_shape(lambda: TargetTables(outline.config, rngs=nnx.Rngs(0)))
+    with TensorFolder(folder) as tensors:
+        fill(
+            tables,
+            table_entries(outline.config, tensors.names),
+            tensors,
+            dtype=dtype,
+            expected=tensors.names,
+            mesh=mesh,
+        )
+    return replace(outline, model=tables)
 
 
 def load_drafter(
@@ -223,6 +245,17 @@ def special_token_ids(target: LoadedTarget) -> dict[str, int | None]:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         ids[name] = getattr(target.tokenizer, name, None)
     return ids
+
+
+def _outline(source: str | Path) -> tuple[LoadedTarget, Path]:
+    """A target of shapes, without a fingerprint, and the folder that it lies in."""
+    folder = resolve_source(source, files=(*WEIGHT_FILES, *TEXT_FILES))
+    raw_config = read_json(folder / "config.json")
+    config = parse_target_config(raw_config)
+    model = nnx.eval_shape(lambda: Target(config, rngs=nnx.Rngs(0)))
+    tokenizer = load_tokenizer(folder)
+    stop_token_ids = stop_token_ids_of(folder, raw_config, tokenizer)
+    return LoadedTarget(model, config, tokenizer, stop_token_ids, str(source), ""), folder
 
 
 def _read_target(config: TargetConfig, tensors: TensorFolder, dtype: str | None, mesh: Mesh | None) -> Target:

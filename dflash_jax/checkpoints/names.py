@@ -98,6 +98,12 @@ def prefixed_target_entries(config: TargetConfig, available: Collection[str]) ->
     return entries, head.name
 
 
+def table_entries(config: TargetConfig, available: Collection[str]) -> tuple[Entry, ...]:
+    """The entries of embedding and head alone; arguments as for `prefixed_target_entries`."""
+    entries, _ = prefixed_target_entries(config, available)
+    return tuple(entry for entry in entries if entry.path in (TARGET_BODY[0].path, TARGET_HEAD.path))
+
+
 def _expand(layer: Iterable[Entry], num_layers: int) -> tuple[Entry, ...]:
     layer = tuple(layer)
     return tuple(

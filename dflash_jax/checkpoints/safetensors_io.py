@@ -56,6 +56,10 @@ class TensorFolder:
         """All tensor names, as listed by the index or by the single file."""
         return frozenset(self._file_of)
 
+    def has(self, name: str) -> bool:
+        """Whether a tensor is listed and the file that should hold it exists."""
+        return name in self._file_of and (self.folder / self._file_of[name]).is_file()
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape in the file, without reading the tensor."""
         return tuple(self._slice(name).get_shape())

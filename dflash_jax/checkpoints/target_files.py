@@ -1,12 +1,15 @@
-"""What making data needs to know of a target: tokenizer, embedding's size, fingerprint …; no weight is loaded."""
+"""What can be known of a target from its files: tokenizer, embedding's size, hashes, whether its weights are there."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from dflash_jax.checkpoints.huggingface import load_tokenizer, stop_token_ids_of
-from dflash_jax.checkpoints.safetensors_io import CheckpointError, fingerprint, read_json
+from dflash_jax.checkpoints.names import prefixed_target_entries, table_entries
+from dflash_jax.checkpoints.safetensors_io import CheckpointError, TensorFolder, fingerprint, read_json
 from dflash_jax.checkpoints.sources import TEXT_FILES, WEIGHT_FILES, resolve_source
 from dflash_jax.models.family import parse_target_config
 
@@ -50,3 +53,26 @@ def describe_target(source: str | Path) -> TargetDescription:
         stop_token_ids_of(folder, raw_config, tokenizer),
         config.max_position_embeddings,
     )
+
+
+def has_all_weights(source: str | Path) -> bool:
+    """Whether the files of all of a target's weights are there; source and errors as for `describe_target`."""
+    folder = resolve_source(source, files=(*WEIGHT_FILES, *TEXT_FILES))
+    with TensorFolder(folder) as tensors:
+        entries, _ = prefixed_target_entries(parse_target_config(read_json(folder / "config.json")), tensors.names)
+        return all(tensors.has(entry.name) for entry in entries)
+
+
+def tables_hash(source: str | Path) -> str:
+    """A hash of a target's embedding and head, which stays when its other weights go and the fingerprint with them.
+
+    Source and errors as for `describe_target`; also a CheckpointError where one of the two is missing.
+    """
+    folder = resolve_source(source, files=(*WEIGHT_FILES, *TEXT_FILES))
+    digest = hashlib.sha256()
+    with TensorFolder(folder) as tensors:
+        for entry in table_entries(parse_target_config(read_json(folder / "config.json")), tensors.names):
+            table_VD = tensors.read(entry.name)
+            digest.update(f"{entry.path}\0{table_VD.dtype}\0{table_VD.shape}\0".encode())
+            digest.update(table_VD.view(np.uint8).data)
+    return digest.hexdigest()

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from dflash_jax.checkpoints.export import CHECKPOINTS
-from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_target, read_target_config
-from dflash_jax.checkpoints.training_state import has_checkpoint
-from dflash_jax.config import ConfigError, ExperimentConfig, MeshConfig, TrainingConfig
+from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, read_target_config
+from dflash_jax.config import ConfigError, ExperimentConfig, MeshConfig, TrainingConfig, naming
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.pipeline import Batches, collate
 from dflash_jax.data.prepared import PreparedSplit, is_prepared, read_provenance, row_bytes
@@ -29,10 +27,11 @@ from dflash_jax.data.rows import TrainingRow, rows_from_regenerated
 from dflash_jax.evaluation.heldout import acceptance_by_decoding, fixed_anchor_report
 from dflash_jax.models.family import DrafterConfig
 from dflash_jax.sharding import on_mesh
-from dflash_jax.training.features import OnlineFeatures, feature_bytes, make_features
+from dflash_jax.training.features import FeatureSource, OnlineFeatures, feature_bytes, make_features
 from dflash_jax.training.initialise import parameter_count
+from dflash_jax.training.offline import load_target_for, stored_features, stored_schema
 from dflash_jax.training.regression_start import drafter_by_regression, row_moments
-from dflash_jax.training.setup import mesh_for, starting_drafter, step_settings
+from dflash_jax.training.setup import mesh_for, starting_drafter, starts_from_target, step_settings
 from dflash_jax.training.step import VocabularyTables
 from dflash_jax.training.teacher import shortlist_tokens
 from dflash_jax.training.trackers import check_trackers
@@ -52,18 +51,25 @@ def train(experiment: ExperimentConfig) -> Outcome:
 
 def prepare(experiment: ExperimentConfig) -> Trainer:
     """Loads target, data and the drafter to start from; `run` of what is returned trains. Errors as `train`."""
-    model = experiment.model
     check_trackers(experiment.logging)
-    with _naming_the_target(model.target):
-        config = read_target_config(model.target)
     if jax.process_count() > 1:
         _check_for_many_processes(experiment)
-    mesh = mesh_for(experiment, config, devices_for(experiment.mesh))
-    mesh = None if mesh.size == 1 else mesh
-    with _naming_the_target(model.target):
-        target = load_target(model.target, dtype=model.target_dtype, mesh=mesh)
+    mesh = mesh_of_run(experiment)
+    target = load_target_for(experiment, mesh)
     with on_mesh(mesh):
         return _prepare(experiment, target)
+
+
+def mesh_of_run(experiment: ExperimentConfig) -> Mesh | None:
+    """What a run is divided over; None: it has one device.
+
+    Raises:
+        ConfigError: the target's config can't be read, or the mesh does not fit it or the devices.
+    """
+    with naming("model.target", experiment.model.target):
+        config = read_target_config(experiment.model.target)
+    mesh = mesh_for(experiment, config, devices_for(experiment.mesh))
+    return None if mesh.size == 1 else mesh
 
 
 def devices_for(mesh: MeshConfig) -> list[Any]:
@@ -85,42 +91,24 @@ def _check_for_many_processes(experiment: ExperimentConfig) -> None:
             raise ConfigError(f"{field}={value!r}: works in a run of one process; there are {jax.process_count()}")
 
 
-@contextlib.contextmanager
-def _naming_the_target(source: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(f"model.target={source!r}: {error}") from error
-
-
 def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
     data = experiment.data
-    rows = training_rows(data.train_file, "data.train_file", experiment, target, split="train")
+    used = rows_in_use(experiment, target, "train")
+    rows, lengths, fingerprint = used
     per_step, seed = experiment.training.rows_per_step, experiment.training.seed
-    try:
+    with naming("data.train_file", data.train_file):
         if isinstance(rows, PreparedSplit):
-            fingerprint = rows.sha256
             batches = PreparedBatches(rows, per_step, data.length_buckets, seed, max_rows=data.max_rows)
-            lengths = rows.lengths[: data.max_rows].tolist()
         else:
-            rows = rows[: data.max_rows]
-            fingerprint = rows_fingerprint(rows)
             batches = Batches(rows, per_step, data.length_buckets, seed)
-            lengths = [len(row.tokens) for row in rows]
-    except ValueError as error:
-        raise ConfigError(f"data.train_file={data.train_file!r}: {error}") from error
     experiment = _with_steps(experiment, batches)
     config, drafter = starting_drafter(experiment, target)
     _announce(experiment, target, config, drafter, lengths)
     training = experiment.training
     # Before anything takes long: a wrong file is found now.
     evaluate = HeldOut(experiment, target, config) if data.heldout_file else None
-    features = make_features(
-        *(training.feature_cache, target.model, config.target_layer_ids, rows, lengths),
-        with_hidden=_keeps_hidden(experiment),
-        scan=training.scan_layers,
-    )
-    if _starts_by_regression(experiment):
+    features = _features(experiment, target, config, "train", used, with_hidden=_keeps_hidden(experiment))
+    if experiment.model.initialisation == "regression" and starts_from_target(experiment):
         singles = [collate(rows, [i], _bucket(length, data.length_buckets)) for i, length in enumerate(lengths)]
         fitted_on = features
         if not _keeps_hidden(experiment):
@@ -149,22 +137,33 @@ def _public(source: str) -> str:
     return path.name if path.is_absolute() or ".." in path.parts else source
 
 
+def _features(
+    experiment: ExperimentConfig,
+    target: LoadedTarget,
+    config: DrafterConfig,
+    split: str,
+    used: RowsInUse,
+    *,
+    with_hidden: bool = False,
+) -> FeatureSource:
+    """Where the features of these rows come from: the run's target, or data.features where that holds the split."""
+    schema, training = stored_schema(experiment), experiment.training
+    if schema is None or (split not in schema.splits and target.has_layers):
+        return make_features(
+            *(training.feature_cache, target.model, config.target_layer_ids, used.rows, used.lengths),
+            with_hidden=with_hidden,
+            scan=training.scan_layers,
+        )
+    options: dict[str, Any] = {"rows_sha256": used.sha256, "rows": len(used.lengths), "with_hidden": with_hidden}
+    return stored_features(experiment, target, config.target_layer_ids, split, **options)
+
+
 def _keeps_hidden(experiment: ExperimentConfig) -> bool:
     """Whether features hold final hidden states: the teacher loss needs them in every step, a fit only once, and there
     they are kept with the taps where features are remembered."""
     model, training = experiment.model, experiment.training
     fitted = model.initialisation == "regression" and model.warm_start is None
     return training.loss == "teacher" or (fitted and training.feature_cache == "memory")
-
-
-def _starts_by_regression(experiment: ExperimentConfig) -> bool:
-    """Whether the drafter is to be fitted first: not where a warm start or a checkpoint takes its place."""
-    model, directory = experiment.model, experiment.checkpoint.directory
-    return (
-        model.initialisation == "regression"
-        and model.warm_start is None
-        and not has_checkpoint(f"{directory}/{CHECKPOINTS}")
-    )
 
 
 def _tables(
@@ -190,18 +189,25 @@ class HeldOut:
 
     def __init__(self, experiment: ExperimentConfig, target: LoadedTarget, config: DrafterConfig):
         self.part, self.target = experiment.evaluation, target
-        rows = training_rows(experiment.data.heldout_file, "data.heldout_file", experiment, target, split="heldout")
-        self.prompts = [last_prompt(row) for row in rows[: self.part.decode_prompts]]
-        evaluated = rows[: self.part.rows]
-        self.batches = _fixed_batches(evaluated, experiment)
+        used = rows_in_use(experiment, target, "heldout")
+        self.prompts = self._prompts(used.rows)
+        evaluated = used._replace(rows=used.rows[: self.part.rows], lengths=used.lengths[: self.part.rows])
+        self.batches = _fixed_batches(evaluated.rows, experiment)
         self.settings = step_settings(experiment, config)._replace(anchors=self.part.anchors_per_row, teacher=False)
         self.tables = VocabularyTables(target.model.embedding[...], target.model.head_VD)
-        lengths = [len(row.tokens) for row in evaluated]
-        training = experiment.training
-        self.features = make_features(
-            *(training.feature_cache, target.model, config.target_layer_ids, evaluated, lengths),
-            scan=training.scan_layers,
-        )
+        self.features = _features(experiment, target, config, "heldout", evaluated)
+
+    def _prompts(self, rows: Sequence[TrainingRow]) -> list[list[int]]:
+        """What is decoded: nothing, where the target's layers were not loaded."""
+        prompts = [last_prompt(row) for row in rows[: self.part.decode_prompts]]
+        if prompts and not self.target.has_layers:
+            logger.warning(
+                "weights of model.target=%r are missing: held-out chats are not decoded, evaluations use fixed anchors "
+                "only, and the drafter of the last step is exported",
+                self.target.source,
+            )
+            return []
+        return prompts
 
     def __call__(
         self, loaded: LoadedDrafter, step: int, last: bool, check: Callable[[], None] = lambda: None
@@ -221,6 +227,24 @@ class HeldOut:
             )
             metrics |= dataclasses.asdict(decoding)
         return metrics
+
+
+class RowsInUse(NamedTuple):
+    """Rows of a split, of which the first len(lengths) are used; lengths in tokens. sha256: tells rows apart."""
+
+    rows: Sequence[TrainingRow]
+    lengths: list[int]
+    sha256: str
+
+
+def rows_in_use(experiment: ExperimentConfig, target: LoadedTarget, split: str) -> RowsInUse:
+    """The rows that are trained on ("train") or held out ("heldout"). Errors as `training_rows`."""
+    field, limit = {"train": ("train_file", experiment.data.max_rows), "heldout": ("heldout_file", None)}[split]
+    rows = training_rows(getattr(experiment.data, field), f"data.{field}", experiment, target, split=split)
+    if isinstance(rows, PreparedSplit):
+        return RowsInUse(rows, rows.lengths[:limit].tolist(), rows.sha256)
+    rows = rows[:limit]
+    return RowsInUse(rows, [len(row.tokens) for row in rows], rows_fingerprint(rows))
 
 
 def training_rows(

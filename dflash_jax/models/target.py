@@ -41,15 +41,13 @@ class DecoderLayer(nnx.Module):
         return x_BTD + self.mlp(self.post_attention_norm(x_BTD)), (k_BKSH, v_BKSH)
 
 
-class Target(nnx.Module):
-    """Embedding, decoder layers, final norm, head. The head is the embedding where the config ties them."""
+class TargetTables(nnx.Module):
+    """What a drafter borrows from its target: embedding and head. They are one where the config ties them."""
 
     def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
         self.config = config
         table_VD = (config.vocab_size, config.hidden_size)
         self.embedding = nnx.Param((INIT_STD * jax.random.normal(rngs.params(), table_VD)).astype(dtype))
-        self.layers = nnx.List([DecoderLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         if config.tie_word_embeddings:
             self.head = None
         else:
@@ -63,6 +61,15 @@ class Target(nnx.Module):
     def head_VD(self) -> jax.Array:
         """The output table [V, D]: bit for bit the embedding where they are tied."""
         return self.embedding[...] if self.head is None else self.head[...]
+
+
+class Target(TargetTables):
+    """Embedding, decoder layers, final norm, head."""
+
+    def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
+        super().__init__(config, rngs=rngs, dtype=dtype)
+        self.layers = nnx.List([DecoderLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
 
     def init_cache(self, batch: int, length: int) -> KVCache:
         """A cache for `length` positions of each row. Allow for one block beyond the last token kept."""

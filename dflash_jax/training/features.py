@@ -1,16 +1,19 @@
-"""Where a training batch gets its context features from: computed online, or once a row and then from memory."""
+"""Where a training batch gets its context features from: computed online, once a row and then from memory, or read
+from files that data/features.py wrote."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from dflash_jax.data.feature_store import StoredSplit
 from dflash_jax.data.pipeline import collate
 from dflash_jax.data.rows import TrainingRow
-from dflash_jax.sharding import to_devices
+from dflash_jax.sharding import rows_to_devices, to_devices
 from dflash_jax.training.step import context_taps, hidden_and_taps
 
 GROUP_ROWS = 4  # rows that the target runs together
@@ -22,6 +25,10 @@ class Features(NamedTuple):
 
     taps: jax.Array
     hidden: jax.Array | None
+
+
+# (tokens_BT; rows_B, the places of these rows in the data set) → their features
+FeatureSource = Callable[[np.ndarray, np.ndarray], Features]
 
 
 def feature_bytes(tokens: int, taps: int, hidden: int, itemsize: int) -> int:
@@ -85,6 +92,28 @@ class RememberedFeatures:
             self._known[row] = _cut(on_host, slot, self._lengths[row])
 
 
+class StoredFeatures:
+    """Reads the features of each row from its shard. Behind a row's end they are zero; nothing reads them there."""
+
+    def __init__(self, stored: StoredSplit, *, with_hidden: bool = False):
+        self._stored, self._with_hidden = stored, with_hidden
+
+    def __call__(self, tokens_BT: np.ndarray, rows_B: np.ndarray) -> Features:
+        """Features of the batch, in the stored dtype."""
+        B, T = tokens_BT.shape
+        schema = self._stored.schema
+
+        def on_devices(name: str, *sizes: int) -> jax.Array:
+            @functools.cache  # several devices may hold the same rows
+            def read(*rows: int) -> np.ndarray:
+                return np.stack([_padded(self._stored.read(name, row), T) for row in rows])
+
+            return rows_to_devices((B, T, *sizes), lambda rows: read(*rows_B[rows].tolist()))
+
+        taps_BTMD = on_devices("taps", len(schema.layers), schema.hidden_size)
+        return Features(taps_BTMD, on_devices("hidden", schema.hidden_size) if self._with_hidden else None)
+
+
 def _cut(features: Features, slot: int, length: int) -> Features:
     """One row of a batch up to its end, as a copy that keeps nothing else alive."""
     return jax.tree.map(lambda leaf: leaf[slot, :length].copy(), features)
@@ -111,7 +140,7 @@ def make_features(
     *,
     with_hidden: bool = False,
     scan: bool = False,
-) -> OnlineFeatures | RememberedFeatures:
+) -> FeatureSource:
     """The source for `training.feature_cache`: "none" or "memory"; batches name rows by their place in `rows`."""
     if cache == "memory":
         return RememberedFeatures(target, layers, rows, lengths, with_hidden=with_hidden)

@@ -12,7 +12,9 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from dflash_jax.checkpoints.export import CHECKPOINTS
 from dflash_jax.checkpoints.huggingface import LoadedTarget, load_drafter, special_token_ids
+from dflash_jax.checkpoints.training_state import has_checkpoint
 from dflash_jax.config import ConfigError, ExperimentConfig, ModelConfig, OptimizerConfig
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import (
@@ -64,6 +66,13 @@ def drafter_config(model: ModelConfig, target: LoadedTarget) -> DrafterConfig:
     )
 
 
+def tapped_layers(model: ModelConfig, target: LoadedTarget) -> tuple[int, ...]:
+    """The target's layers that the drafter of an experiment reads. Of the target's model only the shapes count."""
+    if model.warm_start is not None:
+        return _warm_start(model, model.warm_start, target)[0].target_layer_ids
+    return drafter_config(model, target).target_layer_ids
+
+
 def starting_drafter(experiment: ExperimentConfig, target: LoadedTarget) -> tuple[DrafterConfig, Drafter]:
     """The drafter that training starts from: random, from the target's layers, or an existing one (warm start).
 
@@ -74,11 +83,22 @@ def starting_drafter(experiment: ExperimentConfig, target: LoadedTarget) -> tupl
     if model.warm_start is not None:
         return _warm_start(model, model.warm_start, target)
     config = drafter_config(model, target)
-    if model.initialisation == "target":
+    if model.initialisation == "target" and starts_from_target(experiment):
         return config, drafter_from_target(config, target.model, seed)
     if model.initialisation == "regression":
         check_regression_fits(config)
     return config, random_drafter(config, seed)
+
+
+def starts_from_target(experiment: ExperimentConfig) -> bool:
+    """Whether the start is copied from the target or fitted to it: not where a warm start or a checkpoint takes its
+    place."""
+    model, directory = experiment.model, experiment.checkpoint.directory
+    return (
+        model.initialisation != "random"
+        and model.warm_start is None
+        and not has_checkpoint(f"{directory}/{CHECKPOINTS}")
+    )
 
 
 def _warm_start(model: ModelConfig, source: str, target: LoadedTarget) -> tuple[DrafterConfig, Drafter]:

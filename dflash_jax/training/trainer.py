@@ -26,7 +26,7 @@ from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import DrafterConfig, drafter_config_to_dict
 from dflash_jax.processes import Stopped, StopRequest, agreed, is_first
 from dflash_jax.sharding import mesh_of, on_mesh, place_parameters, to_devices
-from dflash_jax.training.features import OnlineFeatures, RememberedFeatures
+from dflash_jax.training.features import FeatureSource, OnlineFeatures
 from dflash_jax.training.flops import drafter_flops, feature_flops, peak_flops
 from dflash_jax.training.metrics import BlockSums, report, zero_sums
 from dflash_jax.training.run_record import Profile, write_record
@@ -84,7 +84,7 @@ class Trainer:
         batches: Batches | PreparedBatches,
         evaluate: Evaluate | None = None,
         *,
-        features: OnlineFeatures | RememberedFeatures,
+        features: FeatureSource,
         tables: VocabularyTables,
         data_fingerprint: str = "",
         made_with: Mapping[str, Any] | None = None,

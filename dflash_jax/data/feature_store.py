@@ -1,0 +1,211 @@
+"""Features of a set's rows on disk: safetensors shards, and a schema that says what they are of.
+
+A folder holds schema.json and, for each split, SPLIT-00000-of-00012.safetensors and so on. A shard holds some rows, one
+behind the other and without padding: "taps" [tokens, M, D] and, where the schema says so, "hidden" [tokens, D], the
+final hidden states; "rows" int32 [R], their places in the set; "lengths" int32 [R], their tokens. Shards appear whole
+or not at all.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  numpy then knows bfloat16
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from dflash_jax.data.answer_log import check_same_settings
+
+SCHEMA = "schema.json"
+_KIND = "dflash_jax features 1"
+_HEADER_BYTES = 350  # of a shard, about
+_DESCRIPTIVE = ("target", "source")  # names, which may change without changing what is named
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitSchema:
+    """The first `rows` rows of a split. source: the file or set. rows_sha256: of all its rows, see rows_fingerprint."""
+
+    source: str
+    rows_sha256: str
+    rows: int
+    tokens: int
+    shards: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureSchema:
+    """What decides the features of a folder.
+
+    target_fingerprint, tokenizer_sha256: as in the provenance of a prepared set. tables_sha256: of the target's
+    embedding and head, which tell it when its other weights are gone. layers: the tapped ones. hidden: whether final
+    hidden states are there too. pass_rows, length_buckets: rows that ran together, and their padded lengths, on which
+    the last bits depend.
+    """
+
+    target: str
+    target_fingerprint: str
+    tokenizer_sha256: str | None
+    tables_sha256: str
+    layers: tuple[int, ...]
+    hidden: bool
+    hidden_size: int
+    dtype: str
+    pass_rows: int
+    length_buckets: tuple[int, ...]
+    scan_layers: bool
+    shard_bytes: int
+    splits: Mapping[str, SplitSchema]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that the features of a token take."""
+        return (len(self.layers) + self.hidden) * self.hidden_size * np.dtype(self.dtype).itemsize
+
+
+def plan_shards(lengths: Sequence[int], *, token_bytes: int, pass_rows: int, shard_bytes: int) -> list[list[int]]:
+    """The rows of each shard, shortest rows first, so that every pass_rows of them run together with little padding.
+
+    A shard ends with the pass that brings it to shard_bytes or more.
+    """
+    by_length = np.argsort(lengths, kind="stable").tolist()
+    shards: list[list[int]] = []
+    size = shard_bytes
+    for first in range(0, len(by_length), pass_rows):
+        if size >= shard_bytes:
+            shards.append([])
+            size = 0
+        together = by_length[first : first + pass_rows]
+        shards[-1] += together
+        size += token_bytes * sum(lengths[row] for row in together)
+    return shards
+
+
+def stored_bytes(token_bytes: int, lengths: Sequence[int]) -> int:
+    """Bytes of a shard with rows of these lengths."""
+    return token_bytes * sum(lengths) + 2 * np.dtype(np.int32).itemsize * len(lengths) + _HEADER_BYTES
+
+
+def shard_path(folder: str | Path, split: str, index: int, count: int) -> Path:
+    """Where a shard lies once it is whole."""
+    return Path(folder) / f"{split}-{index:05}-of-{count:05}.safetensors"
+
+
+def write_shard(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes C-contiguous tensors to a file that appears when they are on disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    save_file(dict(tensors), temporary)
+    shutil.copymode(path.parent / SCHEMA, temporary)  # safetensors makes files that only their owner may read
+    _to_disk(temporary)
+    temporary.replace(path)
+
+
+def check_schema(folder: Path, schema: FeatureSchema) -> bool:
+    """Whether features were begun in the folder.
+
+    Raises:
+      ValueError: yes, and others than `schema` describes; the message names what differs.
+    """
+    if not (folder / SCHEMA).exists():
+        return False
+    check_same_settings(_settings(read_schema(folder)), _settings(schema), f"{folder} was begun")
+    return True
+
+
+def write_schema(folder: Path, schema: FeatureSchema) -> None:
+    """Begins features in a folder."""
+    temporary = folder / f"{SCHEMA}.tmp"
+    temporary.write_text(json.dumps({"kind": _KIND, **dataclasses.asdict(schema)}, indent=2) + "\n", encoding="utf-8")
+    _to_disk(temporary)
+    temporary.replace(folder / SCHEMA)
+
+
+def read_schema(folder: str | Path) -> FeatureSchema:
+    """What the features of a folder are of.
+
+    Raises:
+      ValueError: it holds none.
+    """
+    path = Path(folder) / SCHEMA
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no features; make them with python -m dflash_jax.data.features")
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("kind") != _KIND:
+            raise KeyError(_KIND)
+        splits = {name: SplitSchema(**part) for name, part in content.pop("splits").items()}
+        content |= {name: tuple(content[name]) for name in ("layers", "length_buckets")}
+        return FeatureSchema(**content, splits=splits)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} does not describe features that this version can read ({error})") from error
+
+
+class StoredSplit:
+    """The features of a split's rows, each read from its shard when it is asked for.
+
+    schema: of the folder.
+    """
+
+    def __init__(self, folder: str | Path, split: str):
+        """Finds out where each row lies.
+
+        Raises:
+          ValueError: there are no features in the folder, none of this split, not all of them, or a shard is broken.
+        """
+        self.schema = read_schema(folder)
+        if split not in self.schema.splits:
+            raise ValueError(f"{folder} has no features of {split} rows; there are {', '.join(self.schema.splits)}")
+        part = self.schema.splits[split]
+        self._paths = [shard_path(folder, split, index, part.shards) for index in range(part.shards)]
+        missing = [path.name for path in self._paths if not path.is_file()]
+        if missing:
+            raise ValueError(
+                f"{folder} lacks {len(missing)} of {part.shards} shards of {split} rows ({missing[0]} …); the command "
+                "that wrote the others goes on where it stopped"
+            )
+        self._shard_of = np.full(part.rows, -1)
+        self._first, self._lengths = np.zeros(part.rows, np.int64), np.zeros(part.rows, np.int64)
+        for index, path in enumerate(self._paths):
+            with _opened(path) as shard:
+                rows, lengths = shard.get_tensor("rows"), shard.get_tensor("lengths")
+            if rows.max() >= part.rows:
+                raise ValueError(f"{path} is of other features than {SCHEMA} beside it")
+            self._shard_of[rows], self._lengths[rows] = index, lengths
+            self._first[rows] = np.cumsum(lengths) - lengths
+        if (self._shard_of < 0).any():
+            raise ValueError(f"{folder}: the shards of {split} rows lack row {int(np.argmin(self._shard_of))}")
+
+    def read(self, name: str, row: int) -> np.ndarray:
+        """ "taps" [T, M, D] or "hidden" [T, D] of the row at this place of the set, in the stored dtype."""
+        first = int(self._first[row])
+        with _opened(self._paths[self._shard_of[row]]) as shard:
+            return shard.get_slice(name)[first : first + int(self._lengths[row])]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="numpy") as shard:
+            yield shard
+    except SafetensorError as error:
+        raise ValueError(f"{path} is broken ({error}); delete it and run the command that wrote it again") from error
+
+
+def _settings(schema: FeatureSchema) -> dict[str, Any]:
+    """What two schemas are compared by, a name for each setting."""
+    fields = dataclasses.asdict(schema)
+    splits = fields.pop("splits")
+    fields |= {f"{split}.{name}": value for split, part in splits.items() for name, value in part.items()}
+    named = {name: value for name, value in fields.items() if name.rpartition(".")[2] not in _DESCRIPTIVE}
+    return json.loads(json.dumps(named))
+
+
+def _to_disk(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())

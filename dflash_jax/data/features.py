@@ -1,0 +1,264 @@
+"""Computes the target's features of every training row once and stores them, so that training runs without the target.
+
+    python -m dflash_jax.data.features --config configs/qwen3_8b.py --out features/qwen3_8b
+    python train.py --config configs/qwen3_8b.py --config.data.features=features/qwen3_8b
+
+The config is that of the training run, whose target, taps, rows, mesh and dtype count: --config.part.field=value
+changes fields as it does there. Stored are the taps of all training rows and of the held-out rows that evaluations
+score, and final hidden states where the loss is "teacher"; data/feature_store.py describes the files. How many bytes
+they will take is told before the target is loaded, and nothing is done where the disk has no room for them.
+Killed or stopped, the same command goes on behind the last whole shard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import dataclasses
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import filelock
+import numpy as np
+from tqdm import tqdm
+
+from dflash_jax.data import feature_store
+from dflash_jax.data.feature_store import FeatureSchema, SplitSchema, shard_path
+from dflash_jax.data.pipeline import collate
+from dflash_jax.data.provenance import tokenizer_hash
+from dflash_jax.data.report import histogram
+from dflash_jax.data.rows import TrainingRow
+
+if TYPE_CHECKING:  # `data` itself knows no model, only its commands do, once wrong flags have been told
+    from dflash_jax.config import ExperimentConfig
+    from dflash_jax.training.features import FeatureSource
+
+SHARD_GB = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Rows to compute: lengths of those that are used, and which of them go to which shard."""
+
+    rows: Sequence[TrainingRow]
+    lengths: list[int]
+    shards: list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A shard to write."""
+
+    path: Path
+    split: Split
+    rows: list[int]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.split.lengths[row] for row in self.rows]
+
+
+def run(
+    experiment: ExperimentConfig,
+    out: str | Path,
+    *,
+    shard_bytes: int = int(SHARD_GB * 1e9),
+    say: Callable[[str], None] = print,
+) -> str:
+    """Stores the features of an experiment's rows in the folder `out`, and returns the closing table.
+
+    Args:
+      shard_bytes: a shard ends with the rows that bring it to so many.
+      say: receives the estimate.
+
+    Raises:
+      ValueError: settings, data or target are wrong, the disk is too small, another process writes into the folder, or
+        it holds other features; the message names what is wrong.
+    """
+    from dflash_jax.checkpoints.huggingface import load_target, outline_target
+    from dflash_jax.config import naming
+    from dflash_jax.evaluation.training_run import mesh_of_run
+    from dflash_jax.sharding import on_mesh
+    from dflash_jax.training.features import OnlineFeatures
+
+    model, out = experiment.model, Path(out)
+    mesh = mesh_of_run(experiment)
+    with naming("model.target", model.target):
+        outline = outline_target(model.target)
+    schema, splits = _plan(experiment, outline, shard_bytes)
+    shards = [
+        Shard(shard_path(out, name, index, len(split.shards)), split, rows)
+        for name, split in splits.items()
+        for index, rows in enumerate(split.shards)
+    ]
+    estimate = sum(feature_store.stored_bytes(schema.token_bytes, shard.lengths) for shard in shards)
+    say(_estimate(schema, estimate, len(shards)))
+    out.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    with _locked(out):
+        fresh = not feature_store.check_schema(out, schema)
+        left = [shard for shard in shards if not shard.path.exists()]
+        _check_disk(out, sum(feature_store.stored_bytes(schema.token_bytes, shard.lengths) for shard in left))
+        if fresh:
+            feature_store.write_schema(out, schema)
+        if left:
+            with naming("model.target", model.target):
+                target = load_target(model.target, dtype=model.target_dtype, mesh=mesh)
+            scan = experiment.training.scan_layers
+            features = OnlineFeatures(target.model, schema.layers, with_hidden=schema.hidden, scan=scan)
+            with on_mesh(mesh):
+                _compute(left, features, schema)
+    return _table(out, schema, shards, left, estimate, time.monotonic() - begun)
+
+
+def _plan(experiment: ExperimentConfig, outline: Any, shard_bytes: int) -> tuple[FeatureSchema, dict[str, Split]]:
+    """What is to be stored: its description, and the rows of each split."""
+    from dflash_jax.checkpoints.target_files import tables_hash
+    from dflash_jax.evaluation.training_run import rows_in_use
+    from dflash_jax.training.setup import tapped_layers
+
+    data, training = experiment.data, experiment.training
+    files = {"train": data.train_file} | ({"heldout": data.heldout_file} if data.heldout_file else {})
+    limits = {"train": None, "heldout": experiment.evaluation.rows}
+    used = {name: rows_in_use(experiment, outline, name) for name in files}
+    schema = FeatureSchema(
+        target=experiment.model.target,
+        target_fingerprint=outline.fingerprint,
+        tokenizer_sha256=None if outline.tokenizer is None else tokenizer_hash(outline.tokenizer),
+        tables_sha256=tables_hash(experiment.model.target),
+        layers=tapped_layers(experiment.model, outline),
+        hidden=training.loss == "teacher",
+        hidden_size=outline.config.hidden_size,
+        dtype=experiment.model.target_dtype,
+        pass_rows=training.rows_per_step // training.accumulation,
+        length_buckets=data.length_buckets,
+        scan_layers=training.scan_layers,
+        shard_bytes=shard_bytes,
+        splits={},
+    )
+    splits, described = {}, {}
+    for name, (rows, lengths, sha256) in used.items():
+        lengths = lengths[: limits[name]]
+        if max(lengths) > data.length_buckets[-1]:
+            raise ValueError(
+                f"{files[name]}: a row has {max(lengths)} tokens, and the last of data.length_buckets="
+                f"{data.length_buckets} is shorter"
+            )
+        shards = feature_store.plan_shards(
+            lengths, token_bytes=schema.token_bytes, pass_rows=schema.pass_rows, shard_bytes=shard_bytes
+        )
+        splits[name] = Split(rows, lengths, shards)
+        described[name] = SplitSchema(files[name], sha256, len(lengths), sum(lengths), len(shards))
+    return dataclasses.replace(schema, splits=described), splits
+
+
+def _compute(shards: Sequence[Shard], features: FeatureSource, schema: FeatureSchema) -> None:
+    """Writes the shards, one after the other."""
+    total = sum(sum(shard.lengths) for shard in shards)
+    with tqdm(total=total, desc="features", unit="tok", unit_scale=True, dynamic_ncols=True) as bar:
+        for shard in shards:
+            feature_store.write_shard(shard.path, _tensors(shard, features, schema, bar))
+
+
+def _tensors(shard: Shard, features: FeatureSource, schema: FeatureSchema, bar: tqdm) -> Mapping[str, np.ndarray]:
+    """What a shard holds."""
+    tokens = sum(shard.lengths)
+    sizes = {"taps": (tokens, len(schema.layers), schema.hidden_size), "hidden": (tokens, schema.hidden_size)}
+    names = ("taps", "hidden") if schema.hidden else ("taps",)
+    stored = {name: np.empty(sizes[name], schema.dtype) for name in names}
+    first = 0
+    for start in range(0, len(shard.rows), schema.pass_rows):
+        together = shard.rows[start : start + schema.pass_rows]
+        lengths = [shard.split.lengths[row] for row in together]
+        padded = schema.length_buckets[bisect.bisect_left(schema.length_buckets, max(lengths))]
+        # All passes of a length are one program: a last one that is not full repeats a row.
+        batch = collate(shard.split.rows, together + together[:1] * (schema.pass_rows - len(together)), padded)
+        found = features(batch["tokens_BT"], batch["row_index_B"])
+        on_host = {name: np.asarray(getattr(found, name)) for name in names}
+        for slot, length in enumerate(lengths):
+            for name in names:
+                stored[name][first : first + length] = on_host[name][slot, :length]
+            first += length
+        bar.update(sum(lengths))
+    return {**stored, "rows": np.asarray(shard.rows, np.int32), "lengths": np.asarray(shard.lengths, np.int32)}
+
+
+def _locked(out: Path) -> Any:
+    try:
+        return filelock.FileLock(out / ".lock", timeout=0).acquire()
+    except filelock.Timeout as error:
+        raise ValueError(f"{out} is in use by another process; wait for it or choose another --out") from error
+
+
+def _check_disk(out: Path, needed: int) -> None:
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise ValueError(
+            f"--out={out}: {_size(needed)} are still to be written there, and {_size(free)} are free; choose another "
+            "disk, or fewer rows (data.max_rows, data.max_length)"
+        )
+
+
+def _estimate(schema: FeatureSchema, size: int, shards: int) -> str:
+    rows = ", ".join(f"{part.rows:,} {name} rows of {part.tokens:,} tokens" for name, part in schema.splits.items())
+    return f"{rows}: {schema.token_bytes:,} bytes a token, {_size(size)} in {shards:,} shards"
+
+
+def _size(size: int) -> str:
+    """Bytes, and the same for people."""
+    return f"{size:,} bytes ({size / 1e9:.3g} GB)"
+
+
+def _table(
+    out: Path, schema: FeatureSchema, shards: Sequence[Shard], written: Sequence[Shard], estimate: int, seconds: float
+) -> str:
+    size = sum(shard.path.stat().st_size for shard in shards)
+    tokens = sum(sum(shard.lengths) for shard in written)
+    cells = [(f"{name} rows", f"{part.rows:,}") for name, part in schema.splits.items()]
+    cells += [
+        ("tokens", f"{sum(part.tokens for part in schema.splits.values()):,}"),
+        ("tapped layers", str(list(schema.layers))),
+        ("final hidden states", "yes" if schema.hidden else "no"),
+        ("dtype", schema.dtype),
+        ("shards written", f"{len(written):,}"),
+        ("shards from before", f"{len(shards) - len(written):,}"),
+        ("bytes", f"{size:,}, estimated {estimate:,}"),
+        ("tokens a second", f"{tokens / seconds:,.0f}, with loading" if written else "nothing was left to compute"),
+    ]
+    width = max(len(label) for label, _ in cells)
+    lines = [f"features → {out}", *(f"  {label:<{width}}  {text}" for label, text in cells)]
+    lengths = [length for shard in shards for length in shard.lengths]
+    return "\n".join([*lines, *(f"  {line}" for line in histogram(lengths))])
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the command; an error of the user is one message, not a traceback."""
+    from dflash_jax.cli import exit_with, experiment_from_flags
+
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_jax.data.features",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", required=True, help="folder to write into")
+    parser.add_argument("--shard_gb", type=float, default=SHARD_GB, help="size of a shard; a kill costs one")
+    options, rest = parser.parse_known_args(argv[1:])
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("dflash_jax").setLevel(logging.INFO)
+    try:
+        if not options.shard_gb > 0:
+            raise ValueError(f"--shard_gb={options.shard_gb}: must be more than 0")
+        experiment = experiment_from_flags([argv[0], *rest])
+        print(run(experiment, options.out, shard_bytes=int(options.shard_gb * 1e9)))
+    except (ValueError, OSError) as error:
+        exit_with(error)
+
+
+if __name__ == "__main__":
+    main(sys.argv)
