@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from dflash_jax.kernels import _backends, _reference
 from dflash_jax.kernels._backends import Backend
-from dflash_jax.sharding import current_mesh, dividing
+from dflash_jax.sharding import current_mesh, dividing, shares
 
 # What the backward pass reads besides the arguments, by the names that a jax.checkpoint policy knows them by:
 # with save_only_these_names(*SAVED) the forward pass is not repeated.
@@ -88,9 +88,12 @@ def _on_own_share(attend, arrays, ranges) -> jax.Array:
     if mesh is None:
         return attend(*arrays, *ranges)
     B, A, _, K, _ = arrays[1].shape
-    # Axes of one device are named, too: over others the gradients would be summed.
     rows, blocks, heads = (dividing(mesh, *axis) or None for axis in (("rows", B), ("blocks", A), ("heads", K)))
-    slots, keys, of_blocks = (PartitionSpec(rows, *axes) for axes in ((blocks, None, heads), (None, heads), (blocks,)))
+    # Axes of one device are named, too: over others the gradients are summed, as they must be where blocks are divided.
+    context = blocks if shares("blocks", A) == 1 else None
+    slots, keys, of_blocks = (
+        PartitionSpec(rows, *axes) for axes in ((blocks, None, heads), (context, heads), (blocks,))
+    )
     return jax.shard_map(
         attend,
         mesh=mesh,
