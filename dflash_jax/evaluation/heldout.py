@@ -77,7 +77,7 @@ def fixed_anchor_report(drafter, tables: VocabularyTables, batches, features, se
     for batch in batches:
         on_device = Batch(
             *to_devices((batch["tokens_BT"], batch["loss_mask_BT"], batch["row_index_B"])),
-            taps=features(batch["tokens_BT"], batch["row_index_B"]).taps,
+            taps=features(batch).taps,
         )
         sums = jax.tree.map(jnp.add, sums, evaluation_step(drafter, tables, on_device, settings=settings))
     return report(sums)

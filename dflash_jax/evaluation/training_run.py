@@ -21,7 +21,8 @@ from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load
 from dflash_jax.checkpoints.training_state import has_checkpoint
 from dflash_jax.config import ConfigError, ExperimentConfig, MeshConfig, TrainingConfig
 from dflash_jax.data.loader import PreparedBatches
-from dflash_jax.data.pipeline import Batches, collate
+from dflash_jax.data.packing import PackedPlan
+from dflash_jax.data.pipeline import Batches, EpochPlan, collate
 from dflash_jax.data.prepared import PreparedSplit, is_prepared, read_provenance, row_bytes
 from dflash_jax.data.provenance import check_made_for, meta_path, tokenizer_hash
 from dflash_jax.data.records import read_chats
@@ -94,19 +95,21 @@ def _naming_the_target(source: str) -> Iterator[None]:
 def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
     data = experiment.data
     rows = training_rows(data.train_file, "data.train_file", experiment, target, split="train")
-    per_step, seed = experiment.training.rows_per_step, experiment.training.seed
+    arguments = experiment.training.rows_per_step, data.length_buckets, experiment.training.seed
+    plan = PackedPlan if data.packing else EpochPlan
     try:
         if isinstance(rows, PreparedSplit):
             fingerprint = rows.sha256
-            batches = PreparedBatches(rows, per_step, data.length_buckets, seed, max_rows=data.max_rows)
+            batches = PreparedBatches(rows, *arguments, plan=plan, max_rows=data.max_rows)
             lengths = rows.lengths[: data.max_rows].tolist()
         else:
             rows = rows[: data.max_rows]
             fingerprint = rows_fingerprint(rows)
-            batches = Batches(rows, per_step, data.length_buckets, seed)
+            batches = Batches(rows, *arguments, plan=plan)
             lengths = [len(row.tokens) for row in rows]
     except ValueError as error:
         raise ConfigError(f"data.train_file={data.train_file!r}: {error}") from error
+    logger.info("%.1f %% of the tokens of an epoch are padding", 100 * batches.epochs.padding())
     experiment = _with_steps(experiment, batches)
     config, drafter = starting_drafter(experiment, target)
     _announce(experiment, target, config, drafter, lengths)
