@@ -113,7 +113,7 @@ def split(tmp_path_factory) -> PreparedSplit:
     return PreparedSplit(folder, "train")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_prepared_set_packs_as_its_rows_in_memory_and_resumes_exactly(split, workers):
     memory = packed()
     for _ in range(memory.steps_per_epoch - 2):

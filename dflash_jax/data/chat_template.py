@@ -62,7 +62,7 @@ def render_text(
     Raises:
       ChatTemplateError: there is no template, it reaches for Python internals, or it fails on these messages.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template  # takes a second, where nothing else does
+    from transformers.utils.chat_template_utils import render_jinja_template  # here, since importing it takes a second
 
     arguments = dict(template_arguments or {})
     _check_arguments(tokenizer, arguments)

@@ -2,7 +2,7 @@
 
     python -m dflash_jax.data.prepare --target Qwen/Qwen3-8B --chats chats.jsonl.gz --out sets/chats
     python -m dflash_jax.data.prepare --target DIR --chats ultrachat --out sets/ultrachat \
-        --template_arguments '{"enable_thinking": false}' --max_length 3072 --preview 2
+        --template_arguments '{"enable_thinking": false}' --max_length 3072 --preview 2 --workers 8
 
 --chats is a file, a folder, a hub id, or the name of a known set (data/presets.py), in any form of data/formats.py.
 Regenerated chats and rows that are tokenised already are taken token for token. Train on the result with

@@ -3,6 +3,7 @@
 import collections
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
-AHEAD = 2  # pieces for each worker that are under way: one in work, one waiting, or done and waited for
+AHEAD = 2  # pieces under way for each worker: one that it works on and one that waits
 
 
 def map_in_order(function: Callable[[Piece], Result], pieces: Iterable[Piece], workers: int) -> Iterator[Result]:
@@ -52,6 +53,7 @@ _function: Callable[[Any], Any]
 def _start_worker(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many workers as cores are wanted
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
