@@ -108,7 +108,8 @@ def feature_pass(models: Models) -> jax.stages.Lowered:
     tokens_BT = models.array((training.rows_per_step, length), jnp.int32, "rows")
     run = hidden_and_taps if training.loss == "teacher" else context_taps
     layers = models.drafter_config.target_layer_ids
-    return run.lower(models.target, tokens_BT, layers=layers, scan=training.scan_layers)
+    starts_BT = tokens_BT if models.experiment.data.packing else None
+    return run.lower(models.target, tokens_BT, starts_BT, layers=layers, scan=training.scan_layers)
 
 
 def training_step(models: Models) -> jax.stages.Lowered:
@@ -124,7 +125,8 @@ def training_step(models: Models) -> jax.stages.Lowered:
     dtype, teacher = jnp.dtype(experiment.model.target_dtype), experiment.training.loss == "teacher"
     hidden = rows(dtype, T, D) if teacher else None
     shortlist = models.array((experiment.training.loss_tokens, D), dtype) if teacher else None
-    batch = Batch(rows(jnp.int32, T), rows(bool, T), rows(jnp.int32), rows(dtype, T, M, D), hidden)
+    starts = rows(jnp.int32, T) if experiment.data.packing else None
+    batch = Batch(rows(jnp.int32, T), rows(bool, T), rows(jnp.int32), rows(dtype, T, M, D), hidden, starts)
     optimizer = optimizer_of(experiment.optimizer, experiment.training.steps or 1000)
     state = models.placed(jax.eval_shape(lambda drafter: initial_state(drafter, optimizer), models.drafter))
     head = models.target.embedding if models.target.head is None else models.target.head

@@ -48,15 +48,18 @@ class DataConfig:
 
     Of a prepared set, train_file reads the split "train" and heldout_file "heldout"; without a heldout_file ("")
     nothing is evaluated and the last drafter is exported. Rows are cut at max_length (those of a prepared set were,
-    when it was made) and padded to one of length_buckets. allow_other_target: train even if the rows were made for
-    another target or tokenizer. features: a folder that python -m dflash_jax.data.features wrote for these rows; the
-    target then runs only for decoding in evaluations and for a fitted or copied start.
+    when it was made) and padded to one of length_buckets. packing: rows to train on are packed into sequences of the
+    last of length_buckets instead; training.rows_per_step and training.anchors_per_row then count by sequence.
+    allow_other_target: train even if the rows were made for another target or tokenizer. features: a folder that
+    python -m dflash_jax.data.features wrote for these rows; the target then runs only for decoding in evaluations and
+    for a fitted or copied start.
     """
 
     train_file: str = ""
     heldout_file: str = ""
     max_length: int = 3072
     length_buckets: tuple[int, ...] = (3072,)
+    packing: bool = False
     max_rows: int | None = None
     allow_other_target: bool = False
     features: str | None = None

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import tiny_tokenizer
+from tokenizers import AddedToken, pre_tokenizers
 
 from dflash_jax.data.chat import render
 from dflash_jax.data.chat_template import ChatTemplateError
@@ -119,6 +120,33 @@ def test_many_chats_tokenised_together_are_those_tokenised_alone():
         alone = training_rows(tokenizer, messages, template_arguments=DATE)
         assert [row.tokens.tolist() for row in rows] == [row.tokens.tolist() for row in alone]
         assert [row.loss_mask.tolist() for row in rows] == [row.loss_mask.tolist() for row in alone]
+
+
+MARKS = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|begin_of_text|>", "<think>", "<|", "|>", "<think", " "]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=40, deadline=None)
+@given(texts=st.lists(st.lists(st.sampled_from([*SEAMS, *MARKS]) | st.text(max_size=5)).map("".join), max_size=5))
+def test_texts_in_pieces_are_tokenised_as_whole_ones(family, texts):
+    tokenizer = tokenizer_of(family)
+    renderer = TurnRenderer(tokenizer)
+    assert renderer._seams is not None
+    assert list(renderer._encode(texts)) == [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
+def test_texts_stay_whole_where_a_token_looks_at_what_surrounds_it(flag):
+    tokenizer = tiny_tokenizer("qwen2_5")
+    tokenizer.add_tokens([AddedToken("<mark>", normalized=False)])
+    assert TurnRenderer(tokenizer)._seams is not None
+    tokenizer.add_tokens([AddedToken("<other>", **{"normalized": False, flag: True})])
+    renderer, texts = TurnRenderer(tokenizer), ["a <other> b", "a<other>b<other> <mark> c"]
+    assert renderer._seams is None
+    assert list(renderer._encode(texts)) == [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    llama2 = tiny_tokenizer("qwen2_5")
+    llama2.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    assert TurnRenderer(llama2)._seams is None
 
 
 def test_qwen3_own_reasoning_is_supervised_and_an_empty_think_block_is_not():

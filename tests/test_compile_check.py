@@ -129,14 +129,14 @@ def test_a_tiny_experiment_compiles_for_a_tpu_slice(tmp_path, capsys):
     assert "step: collectives" in text and "all-reduce" in text
 
 
-def test_the_teacher_loss_has_its_arrays(tmp_path):
-    experiment = settings(
-        *(tmp_path, tmp_path / "chats.jsonl", tmp_path / "run"), training__loss="teacher", training__loss_tokens=16
-    )
+def test_the_teacher_loss_and_packing_have_their_arrays(tmp_path):
+    fields = {"training__loss": "teacher", "training__loss_tokens": 16, "data__packing": True}
+    experiment = settings(tmp_path, tmp_path / "chats.jsonl", tmp_path / "run", **fields)
     mesh = make_mesh(devices=jax.devices()[:1])
     models = compile_check.Models(experiment, parse_target_config(TINY), mesh)
     with jax.set_mesh(mesh):
-        compile_check.training_step(models)
+        step = compile_check.training_step(models)
+        assert [leaf.shape for leaf in jax.tree.leaves(step.in_avals)].count((1, 4, 32)) == 3  # tokens, mask, starts
         taps, hidden = (4, 32, 2, 32), (4, 32, 32)
         shapes = [leaf.shape for leaf in jax.tree.leaves(compile_check.feature_pass(models).out_info)]
     assert shapes == [hidden, taps]

@@ -210,6 +210,17 @@ def test_a_run_on_stored_features_resumes_to_the_bit(files, offline, tmp_path):
     assert numbers(tmp_path) == numbers(offline.directory)[4:]
 
 
+def test_packed_rows_have_the_features_of_each_row_alone(files, offline, tmp_path):
+    fields = {"data__packing": True, "data__length_buckets": (64,), "training__rows_per_step": 2}
+    online = prepare(experiment(files, tmp_path / "online", **fields))
+    stored = prepare(experiment(files, tmp_path / "stored", **fields, data__features=str(files / "stored")))
+    batch = next(stored.batches)
+    assert (batch["row_index_BP"] >= 0).sum(axis=1).min() > 1
+    held_BT = np.arange(64) < batch["length_B"][:, None]
+    for ours, theirs in zip(stored.features(batch), online.features(batch), strict=True):
+        np.testing.assert_allclose(np.asarray(ours)[held_BT], np.asarray(theirs)[held_BT], rtol=1e-5, atol=1e-5)
+
+
 def test_features_of_a_prepared_set_serve_runs_on_its_first_rows(files, tmp_path):
     rows, _ = rows_from_regenerated(read_chats(files / "chats.jsonl")[0], max_length=32)
     made_for = {"target": "own", "target_fingerprint": fingerprint(files / "target")}
@@ -220,7 +231,7 @@ def test_features_of_a_prepared_set_serve_runs_on_its_first_rows(files, tmp_path
     fields["data__features"] = str(tmp_path / "out")
     trainer = prepare(experiment(files, tmp_path / "run", **fields, data__max_rows=8))
     batch = next(trainer.batches)
-    assert trainer.features(batch["tokens_BT"], batch["row_index_B"]).taps.shape == (4, 32, 2, 32)
+    assert trainer.features(batch).taps.shape == (4, 32, 2, 32)
     with pytest.raises(ConfigError, match=r"of 24 train rows, data\.max_rows asks for 25"):
         prepare(experiment(files, tmp_path / "run", **fields))
     short = experiment(files, tmp_path, **fields, data__max_length=16, data__length_buckets=(16,))

@@ -1,5 +1,6 @@
 """The preparing command: every row is kept or reported, splits don't leak, the set says what it was made for."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -106,6 +107,25 @@ def test_a_set_is_made_with_its_report_and_provenance(tmp_path):
     assert list(made_of["files"]) == ["chats.jsonl"] and made_of["max_length"] == 64
     split = next(iter(all_rows(tmp_path / "set").values()))
     assert split.origin(0)[0] == "chats.jsonl" and 1 <= split.origin(0)[1] <= len(GOOD)
+
+
+@pytest.mark.long  # processes that import all of it
+def test_any_number_of_workers_makes_the_same_set_and_report(tmp_path):
+    source = write(tmp_path / "chats.jsonl", [*(json.dumps(chat(i)) for i in range(700)), *GOOD, *BAD])
+    limited = dataclasses.replace(SETTINGS, limit=700 + len(GOOD) + 3)
+    reports, files, shown = [], [], []
+    for workers in (0, 2):
+        out = tmp_path / str(workers)
+        reports.append(
+            prepare.prepare(source, out, TARGET, limited, workers=workers, show=lambda _, row: shown.append(row.id))
+        )
+        folder = prepared.find_folder(out)
+        files.append({path.name: path.read_bytes() for path in folder.iterdir() if path.name != "dataset_info.json"})
+    one, two = reports
+    assert dataclasses.replace(one, source="") == dataclasses.replace(two, source="")
+    assert one.rows_in == 700 + len(GOOD) + 3 and len(one.skipped) == 3
+    assert files[0] == files[1] and any("array_record" in name for name in files[0])
+    assert shown[: len(shown) // 2] == shown[len(shown) // 2 :] and shown[0] == "c0"
 
 
 def test_chats_with_one_prompt_are_on_one_side_and_named_splits_are_kept(tmp_path):

@@ -3,14 +3,17 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
+from tensorflow_datasets.core.example_serializer import ExampleSerializer
+from tensorflow_datasets.proto import tf_example_pb2
 
 from dflash_jax.data import prepared
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.pipeline import Batches
-from dflash_jax.data.prepared import PreparedRow, PreparedSplit, write_prepared
+from dflash_jax.data.prepared import PreparedChats, PreparedRow, PreparedSplit, write_prepared
 from dflash_jax.data.rows import TrainingRow
 
 BUCKETS = (8, 16, 40)
@@ -46,6 +49,17 @@ def same(one, other):
     for key in one:
         np.testing.assert_array_equal(one[key], other[key])
         assert one[key].dtype == other[key].dtype
+
+
+def test_records_are_those_of_tensorflow_datasets():
+    info: Any = PreparedChats(data_dir="unused", rows=[], provenance={}).info.features
+    serializer = ExampleSerializer(info.get_serialized_info())
+    for row in rows_of(3):
+        example = {"ids": row.tokens, "mask": row.loss_mask, "id": row.id, "file": "ä.jsonl", "line": 2**40}
+        theirs = serializer.serialize_example(info.encode_example(example))
+        ours = prepared.record_of(PreparedRow(row, "train", "ä.jsonl", 2**40))
+        parse = tf_example_pb2.Example.FromString
+        assert parse(ours) == parse(theirs)
 
 
 def test_rows_come_back_in_order_with_their_origin(folder):

@@ -42,7 +42,8 @@ def data():
 TOKENS, TAPS, HIDDEN = data()
 
 
-def features(tokens_BT, rows_B):
+def features(batch):
+    rows_B = batch["row_index_B"]
     return SimpleNamespace(taps=jnp.asarray(TAPS[rows_B]), hidden=jnp.asarray(HIDDEN[rows_B]))
 
 
@@ -127,8 +128,8 @@ def test_a_drafter_without_room_for_the_heads_is_refused(folder, tmp_path):
 
 
 def test_without_hidden_states_there_is_no_regression():
-    def without(tokens_BT, rows_B):
-        return SimpleNamespace(taps=jnp.asarray(TAPS[rows_B]), hidden=None)
+    def without(batch):
+        return SimpleNamespace(taps=features(batch).taps, hidden=None)
 
     batch = {"tokens_BT": TOKENS[[0]], "loss_mask_BT": np.ones((1, T), bool), "row_index_B": np.array([0])}
     with pytest.raises(ValueError, match="final hidden states"):
@@ -151,6 +152,6 @@ def test_a_mask_token_without_an_embedding_is_refused_by_field(moments):
 def test_a_fit_without_a_cache_or_a_teacher_trains_on_labels(folder, tmp_path):
     fields = {"model__initialisation": "regression", "training__feature_cache": "none"}
     trainer = prepare(settings(folder / "target", folder / "chats.jsonl", tmp_path / "run", **fields))
-    row = np.zeros((1, 32), np.int32), np.array([0])
-    assert trainer.features(*row).hidden is None  # no step pays for what only the fit needs
+    batch = {"tokens_BT": np.zeros((1, 32), np.int32)}
+    assert trainer.features(batch).hidden is None  # no step pays for what only the fit needs
     assert trainer.run().steps == 20

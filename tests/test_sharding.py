@@ -89,14 +89,18 @@ def check_training(sizes: tuple[int, ...]) -> None:
     tokens_BT = rng.integers(0, 64, (16, 20)).astype(np.int32)
     # From no supervised token at all to every one: devices get very different shares of the loss.
     loss_mask_BT = np.arange(20) >= rng.integers(0, 21, (16, 1))
+    # Two documents in every row; the second's first token has no context and carries no loss.
+    starts_BT = np.where(np.arange(20) < 8, 0, 8) * np.ones((16, 1), np.int32)
+    loss_mask_BT[:, 8] = False
 
     def step(mesh, parts: int, order):
         with jax.set_mesh(mesh):
             model, start = place_parameters(mesh, (target.model, drafter.model))
             state = place_parameters(mesh, initial_state(jax.tree.map(jnp.copy, start), optimizer))
-            tokens, mask, rows = to_devices((tokens_BT[order], loss_mask_BT[order], np.int32(order)))
-            taps = context_taps(model, tokens, layers=(0, 1))
-            batch = micro_batches(Batch(tokens, mask, rows, taps), parts)
+            on_host = tokens_BT[order], loss_mask_BT[order], np.int32(order), starts_BT[order]
+            tokens, mask, rows, starts = to_devices(on_host)
+            taps = context_taps(model, tokens, starts, layers=(0, 1))
+            batch = micro_batches(Batch(tokens, mask, rows, taps, starts=starts), parts)
             tables = VocabularyTables(model.embedding[...], model.head_VD)
             state, sums = train_step(state, tables, batch, settings=settings, optimizer=optimizer)
         return jax.device_get((sums, state))
@@ -281,7 +285,7 @@ def check_features(sizes: tuple[int, int, int]) -> None:
             np.testing.assert_allclose(ours.read(name, row), one.read(name, row), atol=1e-5)
         rows_B = np.array([7, 0, 9, 3])
         with jax.set_mesh(make_mesh(*sizes)):
-            taps, hidden = StoredFeatures(ours, with_hidden=True)(np.zeros((4, 20), np.int32), rows_B)
+            taps, hidden = StoredFeatures(ours, with_hidden=True)(dict(tokens_BT=np.zeros((4, 20)), row_index_B=rows_B))
         for name, array in (("taps", taps), ("hidden", hidden)):
             shares = {shard.data.shape[0] for shard in array.addressable_shards}
             assert shares == {4 // (sizes[0] * sizes[1])} and len(array.addressable_shards) == 8

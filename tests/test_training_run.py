@@ -194,13 +194,13 @@ def test_remembered_features_are_those_of_each_row_whoever_asks_first_and_howeve
         found = {}
         for row in order:
             batch = collate(rows, [row], T)
-            found[row] = jax.tree.map(lambda leaf: np.asarray(leaf[0]), remembered(batch["tokens_BT"], np.array([row])))
+            found[row] = jax.tree.map(lambda leaf: np.asarray(leaf[0]), remembered(batch))
         return found
 
     first, second = features([0, 1, 2, 3, 4, 5], 48), features([5, 3, 1, 0, 4, 2], 64)
     online = OnlineFeatures(target, (0, 2), with_hidden=True)
     for row, length in enumerate(lengths):
-        alone = online(collate(rows, [row], length)["tokens_BT"], np.array([row]))
+        alone = online(collate(rows, [row], length))
         for mine, other, its_own in zip(first[row], second[row], alone, strict=True):
             assert mine.shape[0] == 48
             np.testing.assert_array_equal(mine[:length], other[:length])

@@ -50,7 +50,7 @@ def tiny_tokenizer(family: str, template: str | None = None) -> PreTrainedTokeni
     elif family == "smollm2":
         roles["bos_token"] = "<|im_start|>"
     elif family == "qwen3":
-        tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
+        tokenizer.add_tokens([AddedToken(s, special=False, normalized=False) for s in ("<think>", "</think>")])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, name_or_path=f"tiny-{family}", **roles)
     fast.chat_template = (TEMPLATES / f"{family}.jinja").read_text() if template is None else template
     return fast

@@ -127,6 +127,18 @@ def _special_tokens(tokenizer) -> re.Pattern[str] | None:
     return re.compile(rf"\s*(?:{alternatives})") if specials else None
 
 
+def seams(tokenizer) -> re.Pattern[str] | None:
+    """Matches the tokens that stand for themselves: a text may be cut before and behind them (with `split`) and its
+    pieces tokenised apart. None where that is not sure to give the ids of the whole."""
+    added = tokenizer.added_tokens_decoder.values()
+    if any(token.lstrip or token.rstrip or token.single_word or token.normalized for token in added):
+        return None  # these look at what surrounds them
+    if not added or "Metaspace" in str(tokenizer.backend_tokenizer.pre_tokenizer):
+        return None  # that treats the beginning of a text otherwise
+    longest_first = sorted((token.content for token in added), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+
 def adds_bos(tokenizer) -> bool:
     """Whether the tokenizer itself begins a text with its BOS."""
     return tokenizer.bos_token_id is not None and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]

@@ -178,7 +178,7 @@ def _tensors(shard: Shard, features: FeatureSource, schema: FeatureSchema, bar: 
         padded = schema.length_buckets[bisect.bisect_left(schema.length_buckets, max(lengths))]
         # All passes of a length are one program: a last one that is not full repeats a row.
         batch = collate(shard.split.rows, together + together[:1] * (schema.pass_rows - len(together)), padded)
-        found = features(batch["tokens_BT"], batch["row_index_B"])
+        found = features(batch)
         on_host = {name: np.asarray(getattr(found, name)) for name in names}
         for slot, length in enumerate(lengths):
             for name in names:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import grain
 from absl import flags
 
-from dflash_jax.data.pipeline import Batch, EpochPlan, collate
+from dflash_jax.data.pipeline import Batch, EpochPlan
 from dflash_jax.data.prepared import PreparedSplit
 
 
@@ -31,6 +31,7 @@ class PreparedBatches(Iterator[Batch]):
         length_buckets: Sequence[int],
         seed: int = 0,
         *,
+        plan: type[EpochPlan] = EpochPlan,
         max_rows: int | None = None,
         process_index: int = 0,
         process_count: int = 1,
@@ -43,6 +44,7 @@ class PreparedBatches(Iterator[Batch]):
           rows: a split of a prepared set.
           rows_per_step: rows of a batch over all processes.
           length_buckets, seed: as for EpochPlan; the same in every process.
+          plan: EpochPlan, or PackedPlan to pack the rows.
           max_rows: use only so many rows, the first ones.
           process_index, process_count: whose share this is.
           workers: processes that read ahead; 0 reads in threads of this one.
@@ -55,16 +57,16 @@ class PreparedBatches(Iterator[Batch]):
             raise ValueError(f"process_index={process_index} must be from 0 to below process_count={process_count}")
         if rows_per_step % process_count:
             raise ValueError(f"rows_per_step={rows_per_step} is not a multiple of the {process_count} processes")
-        self._epochs = EpochPlan(rows.lengths[:max_rows].tolist(), rows_per_step, length_buckets, seed)
+        self.epochs = plan(rows.lengths[:max_rows].tolist(), rows_per_step, length_buckets, seed)
         share = rows_per_step // process_count
-        self._read = _BatchReader(rows, self._epochs, slice(process_index * share, (process_index + 1) * share))
+        self._read = _BatchReader(rows, self.epochs, slice(process_index * share, (process_index + 1) * share))
         self._workers, self._read_ahead = workers, read_ahead
         self._start(0)
 
     @property
     def steps_per_epoch(self) -> int:
         """Batches of one epoch; the same for every epoch."""
-        return self._epochs.steps_per_epoch
+        return self.epochs.steps_per_epoch
 
     def state(self) -> dict[str, int]:
         """Where the next batch stands: {"epoch", "position"}. Save it with the checkpoint."""
@@ -77,7 +79,7 @@ class PreparedBatches(Iterator[Batch]):
         Raises:
           ValueError: the state does not belong to these rows and this batch size.
         """
-        epoch, position = self._epochs.check_state(state)
+        epoch, position = self.epochs.check_state(state)
         self._start(epoch * self.steps_per_epoch + position)
 
     def __next__(self) -> Batch:
@@ -107,8 +109,8 @@ class _BatchReader:
 
     def __call__(self, step: int) -> Batch:
         epoch, position = divmod(int(step), self._epochs.steps_per_epoch)
-        length, indices = self._plan(epoch)[position]
-        return collate(self._rows, indices[self._share], length)
+        length, members = self._plan(epoch)[position]
+        return self._epochs.collate(self._rows, members[self._share], length)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in vars(self).items() if name != "_plan"}

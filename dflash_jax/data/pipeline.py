@@ -1,11 +1,12 @@
 """Training rows to batches of few shapes, in an order that a seed decides and a small state resumes exactly.
 
 The whole epoch is planned from (seed, epoch), so every batch holds rows of one padded length, all batches are full, and
-the state is two integers. Batches are made of rows in memory here, and of prepared sets, by grain, in loader.py.
+the state is two integers. Batches are made of rows in memory here, and of prepared sets, by grain, in loader.py. A row
+is a sequence of its own here; packing.py puts several into one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -13,12 +14,18 @@ from dflash_jax.data.rows import TrainingRow
 
 
 class Batch(TypedDict):
-    """tokens_BT int32 (0 after a row's end), loss_mask_BT bool, length_B int32, row_index_B int32 (into the rows)."""
+    """tokens_BT int32 (0 after a row's end), loss_mask_BT bool, length_B int32, row_index_B int32 (into the rows).
+
+    Where rows are packed, row_index_B is the first of a pack's, and there are row_index_BP int32, all of them in order
+    and -1 behind them, and starts_BT int32, where the row that a token belongs to starts (padding is a row, too).
+    """
 
     tokens_BT: np.ndarray
     loss_mask_BT: np.ndarray
     length_B: np.ndarray
     row_index_B: np.ndarray
+    row_index_BP: NotRequired[np.ndarray]
+    starts_BT: NotRequired[np.ndarray]
 
 
 class EpochPlan:
@@ -45,10 +52,11 @@ class EpochPlan:
         self.rows_per_step = rows_per_step
         self.buckets = tuple(length_buckets)
         self._seed = seed
+        self._lengths = np.asarray(lengths)
         self._bucket_of_row = np.searchsorted(self.buckets, lengths).tolist()
         self.steps_per_epoch = len(lengths) // rows_per_step
 
-    def batches(self, epoch: int) -> list[tuple[int, list[int]]]:
+    def batches(self, epoch: int) -> list[tuple[int, list[Any]]]:
         """(padded length, row indices) of every batch of an epoch, in order."""
         rng = np.random.default_rng([self._seed, epoch])
         waiting: list[list[int]] = [[] for _ in self.buckets]
@@ -62,6 +70,16 @@ class EpochPlan:
             plan += [(length, rows[i : i + self.rows_per_step]) for i in range(0, full, self.rows_per_step)]
             left_over = rows[full:]
         return [plan[i] for i in rng.permutation(len(plan))]
+
+    def padding(self) -> float:
+        """The share of tokens that is padding, in the first epoch."""
+        plan = self.batches(0)
+        held = self._lengths[np.hstack([row for _, members in plan for row in members])].sum()
+        return 1 - held / sum(length * len(members) for length, members in plan)
+
+    def collate(self, rows: Sequence[TrainingRow], members: Sequence[Any], length: int) -> Batch:
+        """A batch of what `batches` names, or of some of it."""
+        return collate(rows, members, length)
 
     def check_state(self, state: Mapping[str, int]) -> tuple[int, int]:
         """(epoch, position) of a saved state.
@@ -81,17 +99,26 @@ class EpochPlan:
 class Batches(Iterator[Batch]):
     """An endless iterator over batches of rows in memory, epoch after epoch; see EpochPlan for what they hold."""
 
-    def __init__(self, rows: Sequence[TrainingRow], rows_per_step: int, length_buckets: Sequence[int], seed: int = 0):
+    def __init__(
+        self,
+        rows: Sequence[TrainingRow],
+        rows_per_step: int,
+        length_buckets: Sequence[int],
+        seed: int = 0,
+        *,
+        plan: type[EpochPlan] = EpochPlan,
+    ):
         """Prepares the first epoch.
 
         Args:
           rows: token ids and loss mask of each chat.
           rows_per_step, length_buckets, seed: as for EpochPlan.
+          plan: EpochPlan, or PackedPlan to pack the rows.
 
         Raises:
           ValueError: a row is longer than the last bucket, there are too few rows, or the buckets don't ascend.
         """
-        self._epochs = EpochPlan([len(row.tokens) for row in rows], rows_per_step, length_buckets, seed)
+        self.epochs = plan([len(row.tokens) for row in rows], rows_per_step, length_buckets, seed)
         self._rows = rows
         self._start_epoch(0)
         self._position = 0
@@ -99,7 +126,7 @@ class Batches(Iterator[Batch]):
     @property
     def steps_per_epoch(self) -> int:
         """Batches of one epoch; the same for every epoch."""
-        return self._epochs.steps_per_epoch
+        return self.epochs.steps_per_epoch
 
     def state(self) -> dict[str, int]:
         """Where the next batch stands: {"epoch", "position"}. Save it with the checkpoint."""
@@ -111,22 +138,22 @@ class Batches(Iterator[Batch]):
         Raises:
           ValueError: the state does not belong to these rows and this batch size.
         """
-        epoch, position = self._epochs.check_state(state)
+        epoch, position = self.epochs.check_state(state)
         self._start_epoch(epoch)
         self._position = position
 
     def __next__(self) -> Batch:
         """Returns the next batch."""
-        length, indices = self._plan[self._position]
+        length, members = self._plan[self._position]
         self._position += 1
         if self._position == self.steps_per_epoch:
             self._start_epoch(self._epoch + 1)
             self._position = 0
-        return collate(self._rows, indices, length)
+        return self.epochs.collate(self._rows, members, length)
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        self._plan = self._epochs.batches(epoch)
+        self._plan = self.epochs.batches(epoch)
 
 
 def collate(rows: Sequence[TrainingRow], indices: Sequence[int], length: int) -> Batch:

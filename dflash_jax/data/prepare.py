@@ -2,7 +2,7 @@
 
     python -m dflash_jax.data.prepare --target Qwen/Qwen3-8B --chats chats.jsonl.gz --out sets/chats
     python -m dflash_jax.data.prepare --target DIR --chats ultrachat --out sets/ultrachat \
-        --template_arguments '{"enable_thinking": false}' --max_length 3072 --preview 2
+        --template_arguments '{"enable_thinking": false}' --max_length 3072 --preview 2 --workers 8
 
 --chats is a file, a folder, a hub id, or the name of a known set (data/presets.py), in any form of data/formats.py.
 Regenerated chats and rows that are tokenised already are taken token for token. Train on the result with
@@ -23,14 +23,15 @@ from typing import Any
 from absl import flags
 
 from dflash_jax.cli import exit_with, run_command
-from dflash_jax.data import presets, records
+from dflash_jax.data import files, presets, records
 from dflash_jax.data.chat_template import arguments_from_flag
 from dflash_jax.data.prepared import PreparedRow, write_prepared
 from dflash_jax.data.preview import preview, wants_colour
 from dflash_jax.data.provenance import check_made_for, file_hash, meta_path, tokenizer_hash
 from dflash_jax.data.report import ReadReport
-from dflash_jax.data.rows import Source, make_rows
+from dflash_jax.data.rows import TOGETHER, Source, make_rows
 from dflash_jax.data.turns import TurnRenderer
+from dflash_jax.data.workers import map_in_order
 
 _SPLIT_NAME = re.compile(r"(?!all$)[a-z][a-z0-9_]*")
 
@@ -58,6 +59,7 @@ def prepare(
     settings: PrepareSettings,
     *,
     preset: str | None = None,
+    workers: int = 0,
     show: Callable[[Any, Any], None] = lambda tokenizer, row: None,
 ) -> ReadReport:
     """Writes a prepared set.
@@ -68,6 +70,7 @@ def prepare(
       target: a TargetDescription: tokenizer, embedding_rows, fingerprint, source.
       settings: see there.
       preset: name of the known set that a local file or folder is of.
+      workers: processes that render and tokenise; 0: this one. The set is the same for any number.
       show: is given the tokenizer and every row.
 
     Returns:
@@ -91,29 +94,55 @@ def prepare(
     }
     report = ReadReport(f"{chats} → {out}")
     renderer = TurnRenderer(target.tokenizer, template_arguments=settings.template_arguments)
+    make = _RowMaker(renderer, target.embedding_rows, found.id_field, settings)
 
     def rows() -> Iterator[PreparedRow]:
         for path in paths:
             left = None if settings.limit is None else settings.limit - report.rows_in
-            read = records.iterate(path, _parse, report, limit=left, id_field=found.id_field)
-            made = make_rows(
-                read,
-                report,
-                max_length=settings.max_length,
-                embedding_rows=target.embedding_rows,
-                renderer=renderer,
-            )
-            for source, several in made:
-                split = split_of(source, settings.heldout, settings.seed)
-                for row in several:
-                    show(target.tokenizer, row)
-                    yield PreparedRow(row, split, path.name, source.line)
+            for made, part in map_in_order(make, _pieces(path, left), workers):
+                report.include(part)
+                for prepared in made:
+                    show(target.tokenizer, prepared.row)
+                    yield prepared
         records.check_strict(report, settings.strict)
         if not report.rows_out:
             raise ValueError(f"no row is left to train on\n{report.table()}")
 
     write_prepared(out, rows(), provenance)
     return report
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowMaker:
+    """A piece of a file, as (its name, numbered rows), to training rows and what happened to the piece's rows."""
+
+    renderer: TurnRenderer
+    embedding_rows: int
+    id_field: str
+    settings: PrepareSettings
+
+    def __call__(self, piece: tuple[str, list[tuple[int, Any]]]) -> tuple[list[PreparedRow], ReadReport]:
+        file, numbered = piece
+        report, settings = ReadReport(file), self.settings
+        made = make_rows(
+            records.parse_rows(numbered, _parse, report, id_field=self.id_field),
+            report,
+            max_length=settings.max_length,
+            embedding_rows=self.embedding_rows,
+            renderer=self.renderer,
+        )
+        rows = [
+            PreparedRow(row, split_of(source, settings.heldout, settings.seed), file, source.line)
+            for source, several in made
+            for row in several
+        ]
+        return rows, report
+
+
+def _pieces(path: Path, limit: int | None) -> Iterator[tuple[str, list[tuple[int, Any]]]]:
+    numbered = itertools.islice(files.read_rows(path), limit)
+    while piece := list(itertools.islice(numbered, TOGETHER)):
+        yield path.name, piece
 
 
 def split_of(source: Source, heldout: float, seed: int) -> str:
@@ -164,6 +193,7 @@ def _define_flags() -> None:
     flags.DEFINE_integer("seed", default.seed, "Of the hash that assigns chats to splits.")
     flags.DEFINE_bool("strict", default.strict, "Write nothing when there are bad rows.")
     flags.DEFINE_integer("limit", default.limit, "Read no more than so many rows.", lower_bound=1)
+    flags.DEFINE_integer("workers", 0, "Processes that render and tokenise; 0: this one alone.", lower_bound=0)
     flags.DEFINE_integer("preview", 0, "Show so many rows, what is supervised in colour.", lower_bound=0)
 
 
@@ -180,7 +210,8 @@ def _run(flag: flags.FlagValues) -> str:
         if next(left, None) is not None:
             print(preview(tokenizer, row, colour=wants_colour(sys.stdout)), end="\n\n")
 
-    report = prepare(flag.chats, flag.out, describe_target(flag.target), settings, preset=flag.preset, show=show)
+    target = describe_target(flag.target)
+    report = prepare(flag.chats, flag.out, target, settings, preset=flag.preset, workers=flag.workers, show=show)
     return report.table()
 
 

@@ -7,7 +7,7 @@ regenerated chats has "messages" and besides "prompt_ids", "answer_ids" and "fin
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,21 +96,40 @@ def iterate(
     prefix: str = "",
     seen: set[str] | None = None,
 ) -> Iterator[T]:
-    """Yields what `parse` makes of each row, holding one at a time; what it refuses goes to the report.
+    """Yields what `parse` makes of each row of a file, holding one at a time; what it refuses goes to the report.
 
     Args:
       path: file of rows.
-      parse: prompt_of, conversation_of, chat_of, training_row_of, or one of a preset's.
-      report: rows_in and skipped are brought up to date; rows_out is the caller's, who may refuse more.
       limit: read no more than so many rows, bad ones counted.
-      id_field: the field with the row's id; a row without is called after its number.
-      prefix: stands before such a number.
-      seen: ids that occurred before, which are refused; those of the rows kept are added.
+      parse, report, id_field, prefix, seen: as for `parse_rows`.
 
     Raises:
       ValueError: the file is missing, of another kind, or cut short.
     """
-    for line, raw in itertools.islice(files.read_rows(path), limit):
+    rows = itertools.islice(files.read_rows(path), limit)
+    return parse_rows(rows, parse, report, id_field=id_field, prefix=prefix, seen=seen)
+
+
+def parse_rows(
+    rows: Iterable[tuple[int, Any]],
+    parse: Parse[T],
+    report: ReadReport,
+    *,
+    id_field: str = "id",
+    prefix: str = "",
+    seen: set[str] | None = None,
+) -> Iterator[T]:
+    """Yields what `parse` makes of each row; what it refuses goes to the report.
+
+    Args:
+      rows: as `files.read_rows` gives them.
+      parse: prompt_of, conversation_of, chat_of, training_row_of, or one of a preset's.
+      report: rows_in and skipped are brought up to date; rows_out is the caller's, who may refuse more.
+      id_field: the field with the row's id; a row without is called after its number.
+      prefix: stands before such a number.
+      seen: ids that occurred before, which are refused; those of the rows kept are added.
+    """
+    for line, raw in rows:
         report.rows_in += 1
         name = None
         try:

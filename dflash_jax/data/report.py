@@ -51,6 +51,16 @@ class ReadReport:
         if count:
             self.notes[text] += count
 
+    def include(self, part: "ReadReport") -> None:
+        """Adds what happened to further rows."""
+        self.rows_in += part.rows_in
+        self.rows_out += part.rows_out
+        self.truncated += part.truncated
+        self.supervised += part.supervised
+        self.skipped += part.skipped
+        self.lengths += part.lengths
+        self.notes += part.notes
+
     @property
     def reasons(self) -> dict[str, list[int]]:
         """Numbers of the skipped rows by reason, the most frequent reason first."""

@@ -7,6 +7,7 @@ or tokens straddle a seam, the earlier answer gets a row of its own.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class TurnRenderer:
         self.tokenizer = tokenizer
         self._arguments = template_arguments
         self._adds_bos = chat.adds_bos(tokenizer)
+        self._seams = chat.seams(tokenizer)
 
     def render(self, messages: chat.Messages) -> list[RenderedTurn]:
         """Renders every answer of a chat with what precedes it.
@@ -94,8 +96,13 @@ class TurnRenderer:
         )
 
     def _encode(self, texts: list[str]) -> Iterator[list[int]]:
-        encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return (encoding.ids for encoding in encodings)
+        """Token ids of each text. Pieces that texts share, such as the turns that every later prompt repeats, are
+        tokenised once."""
+        pieces = [self._seams.split(text) if self._seams else [text] for text in texts]
+        different = list(dict.fromkeys(itertools.chain.from_iterable(pieces)))
+        encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(different, add_special_tokens=False)
+        ids = {piece: encoding.ids for piece, encoding in zip(different, encodings, strict=True)}
+        return (list(itertools.chain.from_iterable(ids[piece] for piece in several)) for several in pieces)
 
     def _tokenised(self, turn: RenderedTurn, ids: Iterator[list[int]]) -> "_TokenisedTurn":
         prompt, answer, rest = (next(ids) for _ in range(3))

@@ -92,7 +92,7 @@ def fixed_anchor_report(
         check()
         on_device = Batch(
             *to_devices((batch["tokens_BT"], batch["loss_mask_BT"], batch["row_index_B"])),
-            taps=features(batch["tokens_BT"], batch["row_index_B"]).taps,
+            taps=features(batch).taps,
         )
         sums = jax.tree.map(jnp.add, sums, evaluation_step(drafter, tables, on_device, settings=settings))
     return report(sums)

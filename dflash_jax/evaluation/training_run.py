@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, read_target_config
 from dflash_jax.config import ConfigError, ExperimentConfig, MeshConfig, TrainingConfig, naming
 from dflash_jax.data.loader import PreparedBatches
-from dflash_jax.data.pipeline import Batches, collate
+from dflash_jax.data.packing import PackedPlan
+from dflash_jax.data.pipeline import Batches, EpochPlan, collate
 from dflash_jax.data.prepared import PreparedSplit, is_prepared, read_provenance, row_bytes
 from dflash_jax.data.provenance import check_made_for, meta_path, tokenizer_hash
 from dflash_jax.data.records import read_chats
@@ -95,12 +96,14 @@ def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
     data = experiment.data
     used = rows_in_use(experiment, target, "train")
     rows, lengths, fingerprint = used
-    per_step, seed = experiment.training.rows_per_step, experiment.training.seed
+    arguments = experiment.training.rows_per_step, data.length_buckets, experiment.training.seed
+    plan = PackedPlan if data.packing else EpochPlan
     with naming("data.train_file", data.train_file):
         if isinstance(rows, PreparedSplit):
-            batches = PreparedBatches(rows, per_step, data.length_buckets, seed, max_rows=data.max_rows)
+            batches = PreparedBatches(rows, *arguments, plan=plan, max_rows=data.max_rows)
         else:
-            batches = Batches(rows, per_step, data.length_buckets, seed)
+            batches = Batches(rows, *arguments, plan=plan)
+    logger.info("%.1f %% of the tokens of an epoch are padding", 100 * batches.epochs.padding())
     experiment = _with_steps(experiment, batches)
     config, drafter = starting_drafter(experiment, target)
     _announce(experiment, target, config, drafter, lengths)

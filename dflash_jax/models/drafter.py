@@ -78,6 +78,7 @@ class Drafter(nnx.Module):
         starts_BA: jax.Array,
         anchors_BA: jax.Array,
         *,
+        positions_BT: jax.Array | None = None,
         backend: Backend = "auto",
         remat: bool = False,
     ) -> jax.Array:
@@ -88,11 +89,18 @@ class Drafter(nnx.Module):
             context_BTD: context features of positions 0 … T−1, from `fuse`.
             starts_BA: first context position a block may read (0, or its document's start).
             anchors_BA: the block's anchor position; it reads context positions < anchor. Padding: anchor ≤ start.
+            positions_BT: positions that serving knows the context by: those within the documents of a packed sequence.
+                None: 0 … T−1.
             remat: keep a layer's input and its attention's results for the backward pass, and compute the rest again.
         """
         W = embedded_BAWD.shape[2]
-        block_rotation = self._rotation(anchors_BA[..., None] + jnp.arange(W))
-        context_rotation = self._rotation(jnp.arange(context_BTD.shape[1])[None])
+        served_BA = anchors_BA
+        if positions_BT is None:
+            positions_BT = jnp.arange(context_BTD.shape[1])[None]
+        else:
+            served_BA = jnp.take_along_axis(positions_BT, anchors_BA, axis=1)
+        block_rotation = self._rotation(served_BA[..., None] + jnp.arange(W))
+        context_rotation = self._rotation(positions_BT)
 
         def run(layer: DrafterLayer, x_BAWD: jax.Array, context_BTD: jax.Array, index: int) -> jax.Array:
             # Context features bypass the layer's input norm: only hidden_norm has touched them.

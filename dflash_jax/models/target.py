@@ -85,15 +85,23 @@ class Target(TargetTables):
         return project(hidden, self.head_VD, dtype=jnp.float32)
 
     def forward(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache | None = None, *, taps: tuple[int, ...] = ()
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        cache: KVCache | None = None,
+        *,
+        taps: tuple[int, ...] = (),
+        starts_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, KVCache | None]:
         """One causal pass over consecutive tokens of each row.
 
         Args:
             tokens_BT: int32 ids.
-            positions_BT: their positions; within a row they rise by one.
+            positions_BT: their positions; within a row, or a document of it, they rise by one.
             cache: where earlier positions were kept. None: the tokens see only themselves.
             taps: 0-based layers whose outputs (before the final norm) are returned, in this order.
+            starts_BT: of rows that hold several documents, where in the row each token's document starts: tokens see
+                their own document alone. None: one document. Without a cache only.
 
         Returns:
             hidden_BTD after the final norm, taps_BTMD (M = len(taps)), and the cache with these positions written.
@@ -101,8 +109,10 @@ class Target(TargetTables):
         divided = ("rows", "positions") if cache is None else ("rows",)
         x_BTD = lookup(self.embedding[...], tokens_BT, *divided)
         rotated = rotation(self.config.rope, self.config.head_dim, positions_BT)
-        keys_at = positions_BT[:, None, :] if cache is None else jnp.arange(cache.length)[None, None, :]
-        mask_BTS = keys_at <= positions_BT[:, :, None]
+        if cache is None:
+            mask_BTS = _causal_mask(positions_BT, starts_BT)
+        else:
+            mask_BTS = jnp.arange(cache.length)[None, None, :] <= positions_BT[:, :, None]
         outputs, keys, values = {}, [], []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else (cache.keys[index], cache.values[index])
@@ -116,17 +126,23 @@ class Target(TargetTables):
         taps_BTMD = jnp.stack([outputs[i] for i in taps], axis=2) if taps else empty_BTMD
         return self.norm(x_BTD), taps_BTMD, None if cache is None else KVCache(tuple(keys), tuple(values))
 
-    def scanned(self, tokens_BT: jax.Array, *, taps: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-        """`forward` without a cache from position 0 on, where the layers between two taps are one loop.
+    def scanned(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        *,
+        taps: tuple[int, ...],
+        starts_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`forward` without a cache, where the layers between two taps are one loop.
 
         So the compiler of a deep target sees one layer for each tap. The price is a copy of the parameters, stacked.
 
         Returns:
             hidden_BTD and taps_BTMD, as `forward`.
         """
-        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         rotated = rotation(self.config.rope, self.config.head_dim, positions_BT)
-        mask_BTS = positions_BT[:, None, :] <= positions_BT[:, :, None]
+        mask_BTS = _causal_mask(positions_BT, starts_BT)
 
         def one_layer(x_BTD, layer: DecoderLayer):
             y_BTD, _ = layer(x_BTD, rotated, mask_BTS, None, positions_BT[:, 0])
@@ -143,3 +159,11 @@ class Target(TargetTables):
         """Keeps the first lengths_B positions. Attention needs no work: later slots are never read, only rewritten."""
         del lengths_B
         return cache
+
+
+def _causal_mask(positions_BT: jax.Array, starts_BT: jax.Array | None) -> jax.Array:
+    """Which of the same tokens each may read, bool [B, T, S]: itself and earlier ones of its document."""
+    if starts_BT is None:
+        return positions_BT[:, None, :] <= positions_BT[:, :, None]
+    at_S = jnp.arange(positions_BT.shape[1])
+    return (at_S <= at_S[:, None]) & (at_S >= starts_BT[:, :, None])

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dflash_jax.data.feature_store import StoredSplit
-from dflash_jax.data.pipeline import collate
+from dflash_jax.data.pipeline import Batch, collate
 from dflash_jax.data.rows import TrainingRow
 from dflash_jax.sharding import rows_to_devices, to_devices
 from dflash_jax.training.step import context_taps, hidden_and_taps
@@ -27,8 +27,7 @@ class Features(NamedTuple):
     hidden: jax.Array | None
 
 
-# (tokens_BT; rows_B, the places of these rows in the data set) → their features
-FeatureSource = Callable[[np.ndarray, np.ndarray], Features]
+FeatureSource = Callable[[Batch], Features]  # of a batch, whose rows may be packed
 
 
 def feature_bytes(tokens: int, taps: int, hidden: int, itemsize: int) -> int:
@@ -42,10 +41,9 @@ class OnlineFeatures:
     def __init__(self, target, layers: tuple[int, ...], *, with_hidden: bool = False, scan: bool = False):
         self._target, self._layers, self._with_hidden, self._scan = target, layers, with_hidden, scan
 
-    def __call__(self, tokens_BT: np.ndarray, rows_B: np.ndarray) -> Features:
+    def __call__(self, batch: Batch) -> Features:
         """Features of the batch, in the target's dtype."""
-        del rows_B
-        return _run(self._target, tokens_BT, self._layers, self._with_hidden, self._scan)
+        return _run(self._target, batch, self._layers, self._with_hidden, self._scan)
 
 
 class RememberedFeatures:
@@ -72,11 +70,12 @@ class RememberedFeatures:
         self._group_of = {row: group for group in groups for row in group}
         self._known: dict[int, Features] = {}
 
-    def __call__(self, tokens_BT: np.ndarray, rows_B: np.ndarray) -> Features:
-        """Features of the batch; rows_B are the rows' numbers in the data set."""
-        T = tokens_BT.shape[1]
-        rows = [jax.tree.map(lambda leaf: _padded(leaf, T), self._row(row)) for row in rows_B.tolist()]
-        return to_devices(jax.tree.map(lambda *leaves: np.stack(leaves), *rows))
+    def __call__(self, batch: Batch) -> Features:
+        """Features of the batch, in the target's dtype."""
+        T = batch["tokens_BT"].shape[1]
+        packs = [[self._row(row) for row in rows] for rows in _packed_rows(batch)]
+        laid_out = [jax.tree.map(lambda *leaves: _in_a_row(leaves, T), *pack) for pack in packs]
+        return to_devices(jax.tree.map(lambda *leaves: np.stack(leaves), *laid_out))
 
     def _row(self, row: int) -> Features:
         if row not in self._known:
@@ -86,7 +85,7 @@ class RememberedFeatures:
     def _run_group(self, group: list[int]) -> None:
         longest = -(-max(self._lengths[row] for row in group) // LENGTH_STEP) * LENGTH_STEP
         batch = collate(self._rows, group + group[:1] * (GROUP_ROWS - len(group)), longest)
-        features = _run(self._target, batch["tokens_BT"], self._layers, self._with_hidden)
+        features = _run(self._target, batch, self._layers, self._with_hidden)
         on_host = jax.tree.map(np.asarray, features)
         for slot, row in enumerate(group):
             self._known[row] = _cut(on_host, slot, self._lengths[row])
@@ -98,20 +97,26 @@ class StoredFeatures:
     def __init__(self, stored: StoredSplit, *, with_hidden: bool = False):
         self._stored, self._with_hidden = stored, with_hidden
 
-    def __call__(self, tokens_BT: np.ndarray, rows_B: np.ndarray) -> Features:
+    def __call__(self, batch: Batch) -> Features:
         """Features of the batch, in the stored dtype."""
-        B, T = tokens_BT.shape
-        schema = self._stored.schema
+        (B, T), packs, schema = batch["tokens_BT"].shape, _packed_rows(batch), self._stored.schema
 
         def on_devices(name: str, *sizes: int) -> jax.Array:
             @functools.cache  # several devices may hold the same rows
-            def read(*rows: int) -> np.ndarray:
-                return np.stack([_padded(self._stored.read(name, row), T) for row in rows])
+            def read(start: int | None, stop: int | None) -> np.ndarray:
+                rows = [[self._stored.read(name, row) for row in pack] for pack in packs[start:stop]]
+                return np.stack([_in_a_row(pack, T) for pack in rows])
 
-            return rows_to_devices((B, T, *sizes), lambda rows: read(*rows_B[rows].tolist()))
+            return rows_to_devices((B, T, *sizes), lambda rows: read(rows.start, rows.stop))
 
         taps_BTMD = on_devices("taps", len(schema.layers), schema.hidden_size)
         return Features(taps_BTMD, on_devices("hidden", schema.hidden_size) if self._with_hidden else None)
+
+
+def _packed_rows(batch: Batch) -> list[list[int]]:
+    """Of each row of the batch the places of its documents in the data set; one, where rows are not packed."""
+    rows_BP = batch.get("row_index_BP", batch["row_index_B"][:, None])
+    return [[row for row in rows if row >= 0] for rows in rows_BP.tolist()]
 
 
 def _cut(features: Features, slot: int, length: int) -> Features:
@@ -119,15 +124,17 @@ def _cut(features: Features, slot: int, length: int) -> Features:
     return jax.tree.map(lambda leaf: leaf[slot, :length].copy(), features)
 
 
-def _padded(leaf: np.ndarray, length: int) -> np.ndarray:
-    return np.pad(leaf, [(0, length - len(leaf))] + [(0, 0)] * (leaf.ndim - 1))
+def _in_a_row(leaves: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """The arrays one behind the other, padded with zeros to `length`."""
+    missing = length - sum(map(len, leaves))
+    return np.concatenate([*leaves, np.zeros((missing, *leaves[0].shape[1:]), leaves[0].dtype)])
 
 
-def _run(target, tokens_BT: np.ndarray, layers: tuple[int, ...], with_hidden: bool, scan: bool = False) -> Features:
-    on_devices = to_devices(tokens_BT)
+def _run(target, batch: Batch, layers: tuple[int, ...], with_hidden: bool, scan: bool = False) -> Features:
+    tokens_BT, starts_BT = to_devices((batch["tokens_BT"], batch.get("starts_BT")))
     if not with_hidden:
-        return Features(context_taps(target, on_devices, layers=layers, scan=scan), None)
-    hidden_BTD, taps_BTMD = hidden_and_taps(target, on_devices, layers=layers, scan=scan)
+        return Features(context_taps(target, tokens_BT, starts_BT, layers=layers, scan=scan), None)
+    hidden_BTD, taps_BTMD = hidden_and_taps(target, tokens_BT, starts_BT, layers=layers, scan=scan)
     return Features(taps_BTMD, hidden_BTD)
 
 

@@ -1,7 +1,8 @@
 """Floating-point operations that a training step needs, for the share of a chip's peak that it reaches (MFU).
 
 Needed are the products of the method: a causal mask counts half, nothing is counted that is computed again, and no
-other operation than products. A backward pass is twice its forward pass.
+other operation than products. A backward pass is twice its forward pass. A packed sequence counts as one document,
+which is more than its attention needs.
 """
 
 from __future__ import annotations

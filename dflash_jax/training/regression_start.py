@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from dflash_jax.data.pipeline import Batch
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import ConfigError, DrafterConfig
 from dflash_jax.models.layers import Linear
@@ -99,7 +100,7 @@ def check_regression_fits(config: DrafterConfig) -> None:
 
 
 def row_moments(
-    batches: Sequence, features: Callable[[np.ndarray, np.ndarray], Features], embedding_VD: jax.Array
+    batches: Sequence[Batch], features: Callable[[Batch], Features], embedding_VD: jax.Array
 ) -> tuple[Moments, np.ndarray]:
     """Moments of training rows, and the mean normalised embedding [D] of their supervised tokens.
 
@@ -112,7 +113,7 @@ def row_moments(
     """
 
     def taps_hidden(batch):
-        got = features(batch["tokens_BT"], batch["row_index_B"])
+        got = features(batch)
         if got.hidden is None:
             raise ValueError("the regression needs features with final hidden states")
         return np.asarray(got.taps[0]), np.asarray(got.hidden[0])

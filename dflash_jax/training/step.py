@@ -23,7 +23,8 @@ class Batch(NamedTuple):
 
     tokens int32 [B, T] · loss_mask bool [B, T] · rows int32 [B], their numbers in the data set · taps [B, T, M, D],
     the target's context features of these tokens · hidden [B, T, D], its final hidden states, where the loss asks for
-    them (training.loss "teacher").
+    them (training.loss "teacher") · starts int32 [B, T], where in a packed row the document of each token starts; None:
+    every row is one document.
     """
 
     tokens: jax.Array
@@ -31,6 +32,7 @@ class Batch(NamedTuple):
     rows: jax.Array
     taps: jax.Array
     hidden: jax.Array | None = None
+    starts: jax.Array | None = None
 
 
 class VocabularyTables(NamedTuple):
@@ -74,23 +76,30 @@ class StepSettings(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("layers", "scan"))
-def context_taps(target, tokens_BT: jax.Array, *, layers: tuple[int, ...], scan: bool = False) -> jax.Array:
+def context_taps(
+    target, tokens_BT: jax.Array, starts_BT: jax.Array | None = None, *, layers: tuple[int, ...], scan: bool = False
+) -> jax.Array:
     """The target's outputs at `layers` for every position, [B, T, M, D]; layers above the deepest are not run."""
-    return hidden_and_taps(target, tokens_BT, layers=layers, scan=scan)[1]
+    return hidden_and_taps(target, tokens_BT, starts_BT, layers=layers, scan=scan)[1]
 
 
 @functools.partial(jax.jit, static_argnames=("layers", "scan"))
 def hidden_and_taps(
-    target, tokens_BT: jax.Array, *, layers: tuple[int, ...], scan: bool = False
+    target, tokens_BT: jax.Array, starts_BT: jax.Array | None = None, *, layers: tuple[int, ...], scan: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """The target's final hidden states [B, T, D], after the final norm, and its taps as `context_taps` gives them.
 
-    scan: see Target.scanned.
+    starts_BT: see Batch. scan: see Target.scanned.
     """
-    if scan:
-        return target.scanned(tokens_BT, taps=layers)
-    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    return target.forward(tokens_BT, positions_BT, taps=layers)[:2]
+    positions_BT = served_positions(tokens_BT.shape, starts_BT)
+    run = target.scanned if scan else target.forward
+    return run(tokens_BT, positions_BT, taps=layers, starts_BT=starts_BT)[:2]
+
+
+def served_positions(shape: tuple[int, ...], starts_BT: jax.Array | None) -> jax.Array:
+    """The positions that serving knows tokens by, int32 [B, T]: they begin anew with every document."""
+    at_BT = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    return at_BT if starts_BT is None else at_BT - starts_BT
 
 
 def blocks_loss(
@@ -107,9 +116,15 @@ def blocks_loss(
     drafter = constrain_parameters(jax.tree.map(lambda leaf: leaf.astype(dtype), drafter))
     context_BTD = drafter.fuse(batch.taps.astype(dtype))
     embedded_BAWD = lookup(tables.embedding, blocks.tokens, "rows", "blocks").astype(dtype)
-    starts_BA = jnp.zeros_like(blocks.anchors)
+    starts_BA, positions_BT = jnp.zeros_like(blocks.anchors), None
+    if batch.starts is not None:
+        starts_BA = jnp.take_along_axis(batch.starts, blocks.anchors, axis=1)
+        positions_BT = served_positions(batch.starts.shape, batch.starts)
     hidden_BAWD = drafter.packed(
-        *(embedded_BAWD, context_BTD, starts_BA, blocks.anchors), backend=settings.backend, remat=settings.remat
+        *(embedded_BAWD, context_BTD, starts_BA, blocks.anchors),
+        positions_BT=positions_BT,
+        backend=settings.backend,
+        remat=settings.remat,
     )
     weights_BAW = weights_W * blocks.supervised
     if settings.teacher:
@@ -158,7 +173,7 @@ def micro_batches(batch: Batch, parts: int) -> Batch:
         return constrain(x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), None, "rows", *meaning)
 
     taps, hidden = jax.tree.map(lambda x: deal(x, "positions"), (batch.taps, batch.hidden))
-    return Batch(deal(batch.tokens), deal(batch.loss_mask), deal(batch.rows), taps, hidden)
+    return jax.tree.map(deal, batch._replace(taps=None, hidden=None))._replace(taps=taps, hidden=hidden)
 
 
 def initial_state(drafter: Drafter, optimizer: optax.GradientTransformation) -> TrainState:

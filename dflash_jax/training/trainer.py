@@ -212,10 +212,11 @@ class Trainer:
         The loader's batch is the whole step, dealt out to micro-batches.
         """
         batch, parts = next(self.batches), self.experiment.training.accumulation
-        features = self.features(batch["tokens_BT"], batch["row_index_B"])
-
-        tokens, loss_mask, rows = to_devices((batch["tokens_BT"], batch["loss_mask_BT"], batch["row_index_B"]))
-        whole = Batch(tokens, loss_mask, rows, features.taps, features.hidden)
+        features = self.features(batch)
+        tokens, loss_mask, rows, starts = to_devices(
+            (batch["tokens_BT"], batch["loss_mask_BT"], batch["row_index_B"], batch.get("starts_BT"))
+        )
+        whole = Batch(tokens, loss_mask, rows, features.taps, features.hidden, starts)
         return micro_batches(whole, parts), int(batch["length_B"].sum())
 
     def _log(self, bar: tqdm, interval: Interval, seconds: float) -> None:
