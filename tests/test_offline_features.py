@@ -100,7 +100,7 @@ def test_stored_features_are_those_of_the_target_and_take_the_bytes_that_were_to
             length = len(rows[row].tokens)
             padded = next(bucket for bucket in run.data.length_buckets if bucket >= length)
             batch = collate(rows, [row] * 4, padded)
-            alone = online(batch["tokens_BT"], batch["row_index_B"])
+            alone = online(batch)
             for name in names:
                 mine, its_own = stored.read(name, row), np.asarray(getattr(alone, name)[0, :length])
                 assert mine.dtype == its_own.dtype == np.dtype(dtype)
