@@ -19,7 +19,7 @@ from dflash_jax.evaluation.training_run import train
 from dflash_jax.models.rope_config import RopeConfig
 from dflash_jax.training.anchors import Blocks, draw_anchors, make_blocks, step_keys
 from dflash_jax.training.losses import decay_weights
-from dflash_jax.training.step import Batch, StepSettings, VocabularyTables, blocks_loss, hidden_and_taps
+from dflash_jax.training.step import Batch, StepSettings, VocabularyTables, blocks_loss, hidden_and_taps, micro_batches
 
 ROPE = RopeConfig(theta=10_000.0, kind="yarn", factor=4.0, original_max_position=16)
 TARGET = random_target(rope=ROPE, factor=3.0)
@@ -123,6 +123,14 @@ def assert_sums_over_documents(layers: dict, settings: StepSettings) -> None:
     np.testing.assert_allclose(ours, wanted, rtol=1e-6)
     difference = jax.tree.map(jnp.subtract, gradient, its_own)
     assert optax.tree.norm(difference) < 1e-6 * optax.tree.norm(its_own)
+
+
+def test_micro_batches_keep_all_of_a_packed_batch():
+    batch = packed_batch()
+    twice = Batch(*(jnp.concatenate([array, array + (array.dtype != bool)]) for array in batch))
+    dealt = micro_batches(twice, 2)
+    for ours, whole in zip(dealt, twice, strict=True):
+        np.testing.assert_array_equal(ours[:, 0], whole)
 
 
 def test_what_another_document_says_changes_nothing_at_all():
