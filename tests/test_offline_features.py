@@ -169,6 +169,14 @@ def test_other_features_are_not_mixed_with_those_there(files, tmp_path, fields, 
     assert shards_of(files / "stored") == before
 
 
+def test_shards_that_nothing_describes_are_not_taken_for_those_asked_for(files, tmp_path):
+    shutil.copytree(files / "stored", tmp_path / "out")
+    (tmp_path / "out" / "schema.json").unlink()
+    with pytest.raises(ValueError, match=r"out holds heldout-00000-of-\d+.safetensors without schema.json; delete"):
+        store(experiment(files, files, model__target_layer_ids=(0, 1)), tmp_path / "out")
+    assert not (tmp_path / "out" / "schema.json").exists()
+
+
 # Training on them
 
 
