@@ -308,6 +308,14 @@ def test_another_target_is_refused_unless_allowed(files, tmp_path):
     assert allowed.run().steps == 0
 
 
+def test_another_target_with_the_same_embedding_is_refused_where_its_weights_tell(files, tmp_path):
+    shutil.copytree(files / "target", tmp_path / "target")
+    rewrite(tmp_path / "target", lambda tensors: {name: x + (name not in TABLES) for name, x in tensors.items()})
+    fields = {"data__features": str(files / "stored"), "model__target": str(tmp_path / "target")}
+    with pytest.raises(ConfigError, match=r"data\.features=.*made for another target \(.*target_fingerprint"):
+        prepare(experiment(files, tmp_path / "run", **fields, data__heldout_file=""))
+
+
 # What a run refuses
 
 
