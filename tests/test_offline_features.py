@@ -384,6 +384,7 @@ def test_one_process_at_a_time_writes(files):
     ("arguments", "message"),
     [
         (["--shard_gb=0"], "--shard_gb=0.0: must be more than 0"),
+        (["--shard_gb=inf"], "--shard_gb=inf: must be more than 0, and finite"),
         (["--config.data.nothing=1"], "data.nothing: no such field"),
         (["--config.model.target=absent"], "model.target='absent'"),
         (["--config.data.train_file=absent.jsonl"], "data.train_file='absent.jsonl'"),
