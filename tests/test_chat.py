@@ -122,6 +122,15 @@ def test_many_chats_tokenised_together_are_those_tokenised_alone():
         assert [row.loss_mask.tolist() for row in rows] == [row.loss_mask.tolist() for row in alone]
 
 
+def test_what_a_tokenizers_file_says_of_truncation_and_padding_does_not_touch_rows():
+    wanted = training_rows(tokenizer_of("qwen2_5"), TWO_TURNS)
+    tokenizer = tiny_tokenizer("qwen2_5")
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=7)
+    (row,) = training_rows(tokenizer, TWO_TURNS)
+    assert row.tokens.tolist() == wanted[0].tokens.tolist()
+
+
 MARKS = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|begin_of_text|>", "<think>", "<|", "|>", "<think", " "]
 
 
