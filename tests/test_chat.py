@@ -153,6 +153,9 @@ def test_texts_stay_whole_where_a_token_looks_at_what_surrounds_it(flag):
     renderer, texts = TurnRenderer(tokenizer), ["a <other> b", "a<other>b<other> <mark> c"]
     assert renderer._seams is None
     assert list(renderer._encode(texts)) == [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    as_text = tiny_tokenizer("qwen2_5")
+    as_text.backend_tokenizer.encode_special_tokens = True
+    assert TurnRenderer(as_text)._seams is None
     llama2 = tiny_tokenizer("qwen2_5")
     llama2.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     assert TurnRenderer(llama2)._seams is None
