@@ -124,6 +124,23 @@ def test_without_a_drafter_adaptive_is_plain():
     assert set(results[0].stats.rounds_by_width) == {1}
 
 
+@jax.tree_util.register_pytree_node_class
+class Unhashable(RiggedDrafter):
+    """As a dataclass is that compares its fields."""
+
+    __hash__ = None
+
+
+@pytest.mark.usefixtures("known_costs")
+def test_a_drafter_that_has_no_hash_is_begun_with_anew():
+    answer = plain_answers(0.0)[2]
+    drafter = LoadedDrafter(Unhashable(script([PROMPTS[2]], [answer]), jnp.int32(3), W), None, "an unhashable drafter")
+    for _ in range(2):
+        (result,) = generate(TARGET, [PROMPTS[2]], drafter=drafter, width="adaptive", max_new_tokens=LONGEST)
+        assert result.tokens == answer
+    assert not runner._CONTROLLERS
+
+
 # Rounds of width 1.
 
 

@@ -122,6 +122,15 @@ def test_many_chats_tokenised_together_are_those_tokenised_alone():
         assert [row.loss_mask.tolist() for row in rows] == [row.loss_mask.tolist() for row in alone]
 
 
+def test_what_a_tokenizers_file_says_of_truncation_and_padding_does_not_touch_rows():
+    wanted = training_rows(tokenizer_of("qwen2_5"), TWO_TURNS)
+    tokenizer = tiny_tokenizer("qwen2_5")
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=7)
+    (row,) = training_rows(tokenizer, TWO_TURNS)
+    assert row.tokens.tolist() == wanted[0].tokens.tolist()
+
+
 MARKS = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|begin_of_text|>", "<think>", "<|", "|>", "<think", " "]
 
 
@@ -144,6 +153,9 @@ def test_texts_stay_whole_where_a_token_looks_at_what_surrounds_it(flag):
     renderer, texts = TurnRenderer(tokenizer), ["a <other> b", "a<other>b<other> <mark> c"]
     assert renderer._seams is None
     assert list(renderer._encode(texts)) == [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    as_text = tiny_tokenizer("qwen2_5")
+    as_text.backend_tokenizer.encode_special_tokens = True
+    assert TurnRenderer(as_text)._seams is None
     llama2 = tiny_tokenizer("qwen2_5")
     llama2.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     assert TurnRenderer(llama2)._seams is None

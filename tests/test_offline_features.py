@@ -169,6 +169,14 @@ def test_other_features_are_not_mixed_with_those_there(files, tmp_path, fields, 
     assert shards_of(files / "stored") == before
 
 
+def test_shards_that_nothing_describes_are_not_taken_for_those_asked_for(files, tmp_path):
+    shutil.copytree(files / "stored", tmp_path / "out")
+    (tmp_path / "out" / "schema.json").unlink()
+    with pytest.raises(ValueError, match=r"out holds heldout-00000-of-\d+.safetensors without schema.json; delete"):
+        store(experiment(files, files, model__target_layer_ids=(0, 1)), tmp_path / "out")
+    assert not (tmp_path / "out" / "schema.json").exists()
+
+
 # Training on them
 
 
@@ -300,6 +308,14 @@ def test_another_target_is_refused_unless_allowed(files, tmp_path):
     assert allowed.run().steps == 0
 
 
+def test_another_target_with_the_same_embedding_is_refused_where_its_weights_tell(files, tmp_path):
+    shutil.copytree(files / "target", tmp_path / "target")
+    rewrite(tmp_path / "target", lambda tensors: {name: x + (name not in TABLES) for name, x in tensors.items()})
+    fields = {"data__features": str(files / "stored"), "model__target": str(tmp_path / "target")}
+    with pytest.raises(ConfigError, match=r"data\.features=.*made for another target \(.*target_fingerprint"):
+        prepare(experiment(files, tmp_path / "run", **fields, data__heldout_file=""))
+
+
 # What a run refuses
 
 
@@ -368,6 +384,7 @@ def test_one_process_at_a_time_writes(files):
     ("arguments", "message"),
     [
         (["--shard_gb=0"], "--shard_gb=0.0: must be more than 0"),
+        (["--shard_gb=inf"], "--shard_gb=inf: must be more than 0, and finite"),
         (["--config.data.nothing=1"], "data.nothing: no such field"),
         (["--config.model.target=absent"], "model.target='absent'"),
         (["--config.data.train_file=absent.jsonl"], "data.train_file='absent.jsonl'"),

@@ -234,3 +234,14 @@ def test_the_command_prepares_again_after_it_was_killed(target_folder, tmp_path)
     found = all_rows(tmp_path / "set")
     assert sum(map(len, found.values())) == 3000 and 0 < len(found["heldout"]) < 200
     assert np.all(np.diff([found["train"].origin(i)[1] for i in range(100)]) > 0)
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_message(monkeypatch, capsys):
+    def refused(flag):
+        raise PermissionError(13, "Permission denied", "sets/chats")
+
+    monkeypatch.setattr(prepare, "_run", refused)
+    with pytest.raises(SystemExit) as ended:
+        prepare.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: 'sets/chats'\n"

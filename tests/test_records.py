@@ -31,6 +31,13 @@ BAD = {
     json.dumps({"messages": ["hello"]}): r"messages\[0\] has no role",
     json.dumps({"id": ["x"], "messages": [USER]}): '"id" is neither',
     json.dumps({"id": "fine", "messages": [USER]}): "occurs twice",
+    json.dumps(
+        {"messages": [{"role": "user", "content": "cut \ud83d"}]}
+    ): r"messages\[0\] holds half a character, '\\ud83d'",
+    json.dumps(
+        {"messages": [USER, {**ANSWER, "reasoning_content": "\ud83d"}]}
+    ): r"messages\[1\] holds half a character",
+    json.dumps({"id": "\ud83d", "messages": [USER]}): r'"id" holds half a character',
 }
 
 

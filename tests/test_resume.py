@@ -120,6 +120,24 @@ def test_asked_to_stop_in_an_evaluation_it_stops_there_and_loses_nothing(folder,
     assert bits(load_drafter(outcome.drafter_dir).model) == bits(again.state.drafter)
 
 
+def test_a_run_of_a_version_without_a_field_goes_on_with_its_default(folder, whole, tmp_path):
+    fields = {"training__feature_cache": whole.experiment.training.feature_cache}
+
+    def resumed(**more) -> Trainer:
+        trainer = prepared(folder, tmp_path, **fields, **more)
+        position = trainer.checkpoints.restore_position(10)
+        del position["experiment"]["data"]["packing"]
+        trainer.checkpoints.restore_position = lambda step: position
+        return trainer
+
+    cut_off(whole, tmp_path)
+    with pytest.raises(ConfigError, match=r"other settings \(data\.packing: False there, True now\)"):
+        resumed(data__packing=True).run()
+    trainer = resumed()
+    trainer.run()
+    assert bits(trainer.state) == bits(whole.state)
+
+
 def test_the_schedule_and_the_moments_are_part_of_the_state(whole):
     names = names_of(whole.state)
     counts = {name: int(leaf) for name, leaf in names.items() if name.endswith("count")}

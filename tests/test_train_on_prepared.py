@@ -67,6 +67,12 @@ def test_what_was_made_for_another_target_is_refused_unless_allowed(data, tmp_pa
     assert train(allowed).steps == 0
 
 
+def test_held_out_rows_that_no_bucket_holds_are_told(data, tmp_path):
+    short = {"data__max_length": 16, "data__length_buckets": (16,)}
+    with pytest.raises(ConfigError, match=r"data\.heldout_file='.*own': a row has 22 tokens.*\(16,\) is shorter"):
+        train(run(data, tmp_path, "chats.jsonl", "own", **short))
+
+
 def test_a_set_for_another_tokenizer_is_refused(data):
     experiment = run(data, data, "own", "own")
     made_for = json.loads((data / "own/prepared_chats/1.0.0/metadata.json").read_text())

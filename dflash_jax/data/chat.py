@@ -130,10 +130,12 @@ def _special_tokens(tokenizer) -> re.Pattern[str] | None:
 def seams(tokenizer) -> re.Pattern[str] | None:
     """Matches the tokens that stand for themselves: a text may be cut before and behind them (with `split`) and its
     pieces tokenised apart. None where that is not sure to give the ids of the whole."""
-    added = tokenizer.added_tokens_decoder.values()
+    added, inner = tokenizer.added_tokens_decoder.values(), tokenizer.backend_tokenizer
     if any(token.lstrip or token.rstrip or token.single_word or token.normalized for token in added):
         return None  # these look at what surrounds them
-    if not added or "Metaspace" in str(tokenizer.backend_tokenizer.pre_tokenizer):
+    if not added or inner.encode_special_tokens:  # as if they were any text
+        return None
+    if "Metaspace" in str(inner.pre_tokenizer):
         return None  # that treats the beginning of a text otherwise
     longest_first = sorted((token.content for token in added), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})")

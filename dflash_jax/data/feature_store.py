@@ -110,9 +110,14 @@ def check_schema(folder: Path, schema: FeatureSchema) -> bool:
     """Whether features were begun in the folder.
 
     Raises:
-      ValueError: yes, and others than `schema` describes; the message names what differs.
+      ValueError: yes, and others than `schema` describes; the message names what differs. Or there are shards, and
+        nothing says what they are of.
     """
     if not (folder / SCHEMA).exists():
+        if orphans := sorted(path.name for path in folder.glob("*-of-*.safetensors")):
+            raise ValueError(
+                f"{folder} holds {orphans[0]} without {SCHEMA}; delete the folder, or choose another --out"
+            )
         return False
     check_same_settings(_settings(read_schema(folder)), _settings(schema), f"{folder} was begun")
     return True

@@ -252,8 +252,8 @@ def main(argv: Sequence[str]) -> None:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("dflash_jax").setLevel(logging.INFO)
     try:
-        if not options.shard_gb > 0:
-            raise ValueError(f"--shard_gb={options.shard_gb}: must be more than 0")
+        if not 0 < options.shard_gb < float("inf"):
+            raise ValueError(f"--shard_gb={options.shard_gb}: must be more than 0, and finite")
         experiment = experiment_from_flags([argv[0], *rest])
         print(run(experiment, options.out, shard_bytes=int(options.shard_gb * 1e9)))
     except (ValueError, OSError) as error:

@@ -79,6 +79,7 @@ def check_messages(messages: Any) -> None:
             raise RowError(f"messages[{i}] has role {message['role'][:40]!r}; allowed are system, user, assistant")
         if not isinstance(message.get("content"), str) or not message["content"].strip():
             raise RowError(f"messages[{i}] has no text content")
+        check_text(f"{message['content']}{message.get('reasoning_content', '')}", f"messages[{i}]")
     roles = [message["role"] for message in messages]
     first = int(roles[0] == "system")
     if first == len(roles):
@@ -87,6 +88,18 @@ def check_messages(messages: Any) -> None:
         expected = ("user", "assistant")[(i - first) % 2]
         if roles[i] != expected:
             raise RowError(f"messages[{i}] has role {roles[i]!r} where {expected!r} is due")
+
+
+def check_text(text: str, what: str) -> None:
+    """Checks that a text can be written: JSON knows halves of characters, which no tokenizer does.
+
+    Raises:
+      RowError: names `what` the text is of.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(f"{what} holds half a character, {text[error.start]!r}") from error
 
 
 def tokens_and_mask(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:

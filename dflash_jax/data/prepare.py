@@ -219,7 +219,7 @@ def main() -> None:
     """Runs the command that the flags describe; an error of the user is one message, not a traceback."""
     try:
         print(_run(flags.FLAGS))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         exit_with(error)
 
 

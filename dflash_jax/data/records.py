@@ -216,4 +216,5 @@ def _name_of(row: dict, default: str, id_field: str) -> str:
         raise RowError(f'"{id_field}" is neither text nor a number')
     if not isinstance(row.get("split") or "", str):
         raise RowError('"split" is not text')
+    formats.check_text(str(name), f'"{id_field}"')
     return str(name)

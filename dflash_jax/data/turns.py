@@ -59,6 +59,9 @@ class TurnRenderer:
         self._arguments = template_arguments
         self._adds_bos = chat.adds_bos(tokenizer)
         self._seams = chat.seams(tokenizer)
+        # Files of tokenizers may ask for both, which `tokenizer(text)` overrules and the tokeniser inside does not.
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
 
     def render(self, messages: chat.Messages) -> list[RenderedTurn]:
         """Renders every answer of a chat with what precedes it.

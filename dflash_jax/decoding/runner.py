@@ -34,7 +34,7 @@ class Runner:
         if request.adaptive:
             program = self._program()
             self._costs = _COSTS[program]
-            of_drafter = _CONTROLLERS.setdefault(request.drafter, {})
+            of_drafter = _controllers_of(request.drafter)
             if program not in of_drafter:
                 of_drafter[program] = WidthController(request.settings.width, self._costs)
             self._controller = of_drafter[program]
@@ -114,6 +114,14 @@ class Runner:
         """Equal for calls whose rounds run the same compiled programs."""
         request, shapes = self._request, [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in self._models.leaves]
         return self._models.structure, tuple(shapes), self._size, request.cache_length, request.settings
+
+
+def _controllers_of(drafter) -> dict:
+    """What is remembered of a drafter: nothing, where it has no hash or takes no weak reference."""
+    try:
+        return _CONTROLLERS.setdefault(drafter, {})
+    except TypeError:
+        return {}
 
 
 def _is_ready(array: jax.Array) -> bool:

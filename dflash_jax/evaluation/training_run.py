@@ -305,10 +305,16 @@ def _fixed_batches(rows: Sequence[TrainingRow], experiment: ExperimentConfig) ->
     """Held-out rows in batches of the training shape, shortest first; a last, smaller batch is left out."""
     size = min(experiment.training.rows_per_step // experiment.training.accumulation, len(rows))
     order = sorted(range(len(rows)), key=lambda index: len(rows[index].tokens))
+    buckets, longest = experiment.data.length_buckets, len(rows[order[-1]].tokens)
+    if longest > buckets[-1]:
+        raise ConfigError(
+            f"data.heldout_file={experiment.data.heldout_file!r}: a row has {longest} tokens, and the last of "
+            f"data.length_buckets={buckets} is shorter"
+        )
     batches = []
     for first in range(0, len(order) - size + 1, size):
         indices = order[first : first + size]
-        length = _bucket(len(rows[indices[-1]].tokens), experiment.data.length_buckets)
+        length = _bucket(len(rows[indices[-1]].tokens), buckets)
         batches.append(collate(rows, indices, length))
     return batches
 

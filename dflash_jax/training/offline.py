@@ -6,7 +6,7 @@ import dataclasses
 
 from jax.sharding import Mesh
 
-from dflash_jax.checkpoints.huggingface import LoadedTarget, load_target, load_target_tables
+from dflash_jax.checkpoints.huggingface import LoadedTarget, load_target, load_target_tables, outline_target
 from dflash_jax.checkpoints.target_files import has_all_weights, tables_hash
 from dflash_jax.config import ConfigError, ExperimentConfig, naming
 from dflash_jax.data.feature_store import FeatureSchema, StoredSplit, read_schema
@@ -39,7 +39,8 @@ def load_target_for(experiment: ExperimentConfig, mesh: Mesh | None) -> LoadedTa
     """
     model, schema = experiment.model, stored_schema(experiment)
     with naming("model.target", model.target):
-        if schema is None or (_runs_the_target(experiment) and has_all_weights(model.target)):
+        complete = schema is not None and has_all_weights(model.target)
+        if schema is None or (_runs_the_target(experiment) and complete):
             return load_target(model.target, dtype=model.target_dtype, mesh=mesh)
         if starts_from_target(experiment):
             raise ConfigError(
@@ -48,13 +49,14 @@ def load_target_for(experiment: ExperimentConfig, mesh: Mesh | None) -> LoadedTa
             )
         target = load_target_tables(model.target, dtype=model.target_dtype, mesh=mesh)
         hashed = tables_hash(model.target)
+        known = outline_target(model.target).fingerprint if complete else schema.target_fingerprint
     if hashed != schema.tables_sha256 and not experiment.data.allow_other_target:
         raise ConfigError(
             f"data.features={experiment.data.features!r}: they were made for another target ({schema.target!r}, whose "
             "embedding or head differs); make them anew with python -m dflash_jax.data.features, or set "
             f"{OVERRIDE}=True if you know that they fit"
         )
-    return dataclasses.replace(target, fingerprint=schema.target_fingerprint)
+    return dataclasses.replace(target, fingerprint=known)
 
 
 def stored_features(

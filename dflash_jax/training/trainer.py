@@ -19,7 +19,7 @@ from tqdm import tqdm
 from dflash_jax.checkpoints.export import CHECKPOINTS, MADE_WITH, METRICS
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, export_drafter
 from dflash_jax.checkpoints.training_state import TrainingCheckpoints
-from dflash_jax.config import ConfigError, ExperimentConfig
+from dflash_jax.config import PARTS, ConfigError, ExperimentConfig
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.pipeline import Batches
 from dflash_jax.models.drafter import Drafter
@@ -326,12 +326,15 @@ _FREE_FIELDS = ("training.time_limit_minutes", "training.remat", "training.scan_
 def _check_same_run(saved: dict, experiment: ExperimentConfig, inputs: dict[str, str], directory: Path) -> None:
     """Raises ConfigError naming every field in which the run in `directory` differs from the one asked for."""
     current = json.loads(json.dumps(dataclasses.asdict(experiment)))  # tuples become lists, as in the file
+    # What the version that saved it did not know yet, it did as the default says.
+    defaults = json.loads(json.dumps({name: dataclasses.asdict(part()) for name, part in PARTS.items()}))
+    before = {part: fields | saved["experiment"][part] for part, fields in defaults.items()}
     differing = [
-        f"{part}.{name}: {saved['experiment'][part].get(name)!r} there, {value!r} now"
+        f"{part}.{name}: {before[part][name]!r} there, {value!r} now"
         for part, fields in current.items()
         for name, value in fields.items()
         if part not in _FREE_PARTS and f"{part}.{name}" not in _FREE_FIELDS
-        if saved["experiment"][part].get(name) != value
+        if before[part][name] != value
     ]
     differing += [f"{name}: its content has changed" for name in inputs if saved["inputs"][name] != inputs[name]]
     if differing:
