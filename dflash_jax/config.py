@@ -109,7 +109,8 @@ class MeshConfig:
 
     data divides the rows. fsdp divides the rows and the parameters, which are gathered where they are used. tensor
     divides heads, MLP features and the vocabulary; it must divide the numbers of key/value heads. sequence, for long
-    rows, divides their positions and anchors, and the parameters; it must divide the padded lengths.
+    rows, divides their positions and anchors, and the parameters but for the tables; it must divide the padded lengths
+    and the anchors.
     """
 
     data: int = -1

@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -79,8 +80,10 @@ def ending_at_once() -> Iterator[None]:
     except BaseException as error:
         if not jax.distributed.is_initialized():
             raise
-        status = error.code if isinstance(error, SystemExit) else 1
-        if not isinstance(error, SystemExit):
+        status: Any = 1
+        if isinstance(error, SystemExit):
+            status = 0 if error.code is None else error.code
+        else:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()

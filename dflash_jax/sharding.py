@@ -1,10 +1,10 @@
 """Where arrays live: the mesh of devices, and one table from what an axis means to the mesh axes that divide it.
 
 The mesh has four axes. "data" and "fsdp" both divide the rows of a batch; "fsdp" divides the parameters too, which
-are gathered where they are used; "sequence" divides the positions of a row, the blocks drawn from it, and the
-parameters as "fsdp" does; "tensor" divides heads, MLP features and the vocabulary. Code says what the axes of an array
-mean (`constrain`, PARAMETERS), RULES says what that comes to, and the compiler does the rest. Without a mesh in the
-context (`jax.set_mesh`) nothing here does anything, so one device runs the same code.
+are gathered where they are used; "sequence" divides the positions of a row, the blocks drawn from it, and, as "fsdp"
+does, the parameters but for the tables; "tensor" divides heads, MLP features and the vocabulary. Code says what the
+axes of an array mean (`constrain`, PARAMETERS), RULES says what that comes to, and the compiler does the rest. Without
+a mesh in the context (`jax.set_mesh`) nothing here does anything, so one device runs the same code.
 """
 
 from __future__ import annotations

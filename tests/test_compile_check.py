@@ -163,7 +163,8 @@ def test_wrong_arguments_are_refused_by_name(tmp_path, capsys):
         hardware("v5e:3x7")
     with pytest.raises(SystemExit):
         compile_check.main([*arguments(tmp_path, mesh__data=3), "--hardware", "v5e:2x2"])
-    assert "mesh data=3, fsdp=1, sequence=1, tensor=1: these sizes don't make up the 4 devices" in capsys.readouterr().err
+    message = "mesh data=3, fsdp=1, sequence=1, tensor=1: these sizes don't make up the 4 devices"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

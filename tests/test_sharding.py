@@ -26,6 +26,7 @@ DEVICES = 8
         pytest.param("training", (1, 1, 8), marks=pytest.mark.long),
         pytest.param("training", (1, 2, 4), marks=pytest.mark.slow),
         pytest.param("decoding", (2, 2, 2), marks=pytest.mark.long),
+        pytest.param("decoding", (1, 1, 2, 4), marks=pytest.mark.slow),
         pytest.param("decoding", (1, 8, 1), marks=pytest.mark.slow),
     ],
 )
@@ -122,14 +123,14 @@ def check_decoding(sizes: tuple[int, int, int]) -> None:
     from small_models import random_prompts
 
     from dflash_jax import generate
-    from dflash_jax.sharding import make_mesh, place_parameters
+    from dflash_jax.sharding import place_parameters
 
     target, drafter = models()
     prompts = random_prompts([3, 9, 14, 5, 7, 4], vocab_size=64)
     settings = {"max_new_tokens": 80, "temperature": [0.0, 0.9, 0.0, 1.1, 0.0, 0.0], "batch_size": 4}
     wanted = generate(target, prompts, drafter=drafter, **settings)
     assert any(max(row.acceptance_lengths) > 1 for row in wanted)  # something was accepted, or nothing is shown
-    placed = place_parameters(make_mesh(*sizes), (target.model, drafter.model))
+    placed = place_parameters(mesh_of(sizes), (target.model, drafter.model))
     ours_target, ours_drafter = (
         dataclasses.replace(loaded, model=model) for loaded, model in zip((target, drafter), placed, strict=True)
     )

@@ -26,7 +26,7 @@ def grouped_attention(q_BTNH: jax.Array, segments: list[Segment], scale: float) 
 
     N is a multiple of K and keys are never repeated. Segments are joined as scores, so that a long cache is never
     copied to put a short block behind it. Of many queries the scores of QUERY_CHUNK, on every device that has some of
-    them, are in memory at a time.
+    them, are in memory at a time; of numbers that such chunks don't divide, all.
     """
     B, T, N, H = q_BTNH.shape
     parts = shares("positions", T)

@@ -70,10 +70,6 @@ class Fields:
             raise ConfigError(f"{full_name} must be true or false, got {value!r}")
         return value
 
-    def optional_boolean(self, name: str) -> bool | None:
-        """Like boolean, but None when the field is absent or null."""
-        return None if self.find(name) is None else self.boolean(name, default=False)
-
     def integers(self, name: str) -> tuple[int, ...]:
         """A non-empty list of integers, in the order written."""
         full_name, value = self.require(name)
