@@ -130,9 +130,9 @@ def test_a_batch_is_let_go_before_the_next_features_are_made(files, tmp_path):
     trainer = prepare(files.settings(tmp_path, training__steps=3))
     features, held = trainer.features, []
 
-    def watched(tokens_BT, rows_B):
+    def watched(batch):
         held.append([array.shape for array in jax.live_arrays() if array.ndim == 5])  # taps in micro-batches
-        return features(tokens_BT, rows_B)
+        return features(batch)
 
     trainer.features = watched
     trainer.run()
