@@ -236,8 +236,8 @@ def report(models: Models, programs: list[Program], target: Hardware) -> tuple[s
         lines.append(f"{program.name}: collectives {', '.join(kinds) or 'none'}")
     if not fits:
         lines.append(
-            "Does not fit: raise mesh.fsdp (parameters, moments), training.accumulation or mesh.data (activations), or "
-            "lower training.rows_per_step (features), training.loss_chunk."
+            "Does not fit: raise mesh.fsdp (parameters, moments), training.accumulation, mesh.data or, for long rows, "
+            "mesh.sequence (activations), or lower training.rows_per_step (features), training.loss_chunk."
         )
     return "\n".join(lines), fits
 

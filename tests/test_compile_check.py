@@ -123,7 +123,7 @@ def test_a_tiny_experiment_compiles_for_a_tpu_slice(tmp_path, capsys):
         compile_check.main([*arguments(tmp_path, **fields), "--hardware", "v5e:2x2"])
     text = capsys.readouterr().out
     assert end.value.code == 0, text
-    assert "v5e:2x2: mesh data 2, fsdp 2, tensor 1; 16 GB a device" in text
+    assert "v5e:2x2: mesh data 2, fsdp 2, sequence 1, tensor 1; 16 GB a device" in text
     rows = {line.split(" | ")[0].lstrip("| "): line for line in text.splitlines() if line.startswith("| ")}
     assert {"features", "step", "decode"} <= set(rows) and all("yes" in rows[name] for name in ("features", "step"))
     assert "step: collectives" in text and "all-reduce" in text
