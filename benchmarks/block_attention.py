@@ -15,6 +15,7 @@ each once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 
@@ -78,19 +79,17 @@ def splash(starts, ends, width: int, context: int, groups: int, *, scale: float,
     return run
 
 
-def with_tiles(tiles: str, op):
-    """The op as the tpu backend runs it with query tiles of so many block slots and key tiles of so many keys."""
-    sizes = _tpu_layout.TileSizes(*map(int, tiles.split("x")))
-
-    def run(*arrays):
-        own = _tpu_layout.choose_tiles
+@contextlib.contextmanager
+def chosen_tiles(tiles: str | None):
+    """What is traced in here, both passes, takes tiles of so many block slots × context keys; None: its own."""
+    own = _tpu_layout.choose_tiles
+    if tiles is not None:
+        sizes = _tpu_layout.TileSizes(*map(int, tiles.split("x")))
         _tpu_layout.choose_tiles = lambda *_: sizes
-        try:
-            return op(*arrays)
-        finally:
-            _tpu_layout.choose_tiles = own
-
-    return run
+    try:
+        yield
+    finally:
+        _tpu_layout.choose_tiles = own
 
 
 def both_passes(op):
@@ -134,12 +133,13 @@ def main() -> None:
     )
     moved = sum(array.nbytes for array in arrays)
     print(f"{'':34}{'pass':20}{'ms':>9}{'needed GFLOP':>14}{'TFLOP/s':>9}{'of peak':>9}{'MB':>7}{'GB/s':>7}")
-    for name, make in competitors(options, starts, ends).items():
+    for name, (make, tiles) in competitors(options, starts, ends).items():
         for which, products in PRODUCTS.items():
             backward = which != "forward"
             try:
                 op = make()
-                took = seconds(both_passes(op) if backward else op, arrays, options.repeats)
+                with chosen_tiles(tiles):
+                    took = seconds(both_passes(op) if backward else op, arrays, options.repeats)
             except Exception as error:  # whatever keeps one from running is its row of the table
                 print(f"{name:34}{which:20}cannot: {str(error).strip().splitlines()[0][:100]}")
                 continue
@@ -153,7 +153,7 @@ def main() -> None:
 
 
 def competitors(options: argparse.Namespace, starts, ends) -> dict:
-    """What is timed, by name: functions without arguments that give the op, or raise where it cannot be had here."""
+    """What is timed, by name: a function that gives the op, or raises where it cannot be had here, and its tiles."""
     scale, platform = options.head_size**-0.5, jax.default_backend()
 
     def ours(backend: str):
@@ -162,14 +162,15 @@ def competitors(options: argparse.Namespace, starts, ends) -> dict:
     def dense(implementation: str):
         return lambda *arrays: with_dense_mask(*arrays, starts, ends, scale=scale, implementation=implementation)
 
-    made = {backend: lambda backend=backend: ours(backend) for backend in options.backends}
-    made |= {f"tpu, tiles {tiles}": lambda tiles=tiles: with_tiles(tiles, ours("tpu")) for tiles in options.tiles}
-    made["jax.nn.dot_product_attention"] = lambda: dense("xla")
+    made: dict = {backend: (lambda backend=backend: ours(backend), None) for backend in options.backends}
+    made |= {f"tpu, tiles {tiles}": (lambda: ours("tpu"), tiles) for tiles in options.tiles}
+    made["jax.nn.dot_product_attention"] = lambda: dense("xla"), None
     if platform == "gpu":
-        made["jax.nn.dot_product_attention, cuDNN"] = lambda: dense("cudnn")
+        made["jax.nn.dot_product_attention, cuDNN"] = lambda: dense("cudnn"), None
     if platform == "tpu":
         groups = options.heads // options.kv_heads
-        made["splash attention"] = lambda: splash(starts, ends, options.width, options.context, groups, scale=scale)
+        sizes = options.width, options.context, groups
+        made["splash attention"] = lambda: splash(starts, ends, *sizes, scale=scale), None
     return made
 
 

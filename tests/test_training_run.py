@@ -14,12 +14,9 @@ from tiny_run import bits, chat_row, own_rows, placed, read_metrics, settings, w
 
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, export_drafter, load_drafter, load_target
 from dflash_jax.config import ConfigError, MeshConfig
-from dflash_jax.data.pipeline import collate
-from dflash_jax.data.rows import TrainingRow
 from dflash_jax.decoding.generate import generate
 from dflash_jax.evaluation.training_run import HeldOut, devices_for, prepare, train
 from dflash_jax.processes import Stopped
-from dflash_jax.training.features import OnlineFeatures, RememberedFeatures
 from dflash_jax.training.initialise import drafter_from_target, random_drafter
 from dflash_jax.training.setup import drafter_config
 
@@ -126,19 +123,6 @@ def test_an_evaluation_stops_between_batches_and_between_rows(run):
     assert len(calls) == batches  # so the call past these was one of decoding
 
 
-def test_a_batch_is_let_go_before_the_next_features_are_made(files, tmp_path):
-    trainer = prepare(files.settings(tmp_path, training__steps=3))
-    features, held = trainer.features, []
-
-    def watched(batch):
-        held.append([array.shape for array in jax.live_arrays() if array.ndim == 5])  # taps in micro-batches
-        return features(batch)
-
-    trainer.features = watched
-    trainer.run()
-    assert held == [[], [], []]
-
-
 def test_the_exported_drafter_decodes_the_targets_own_text_in_fewer_rounds(run, files):
     trainer, outcome, directory, _ = run
     assert outcome.drafter_dir == directory / "drafter"
@@ -182,30 +166,6 @@ def test_remembered_features_and_accumulation_train_the_same_drafter(run, files,
         # 20 steps of at most 0.005 each; and typically nothing but rounding
         assert difference.max() < 1e-3
         assert np.median(difference) < 1e-6
-
-
-def test_remembered_features_are_those_of_each_row_whoever_asks_first_and_however_it_is_padded(files):
-    target, rng = load_target(files.target).model, np.random.default_rng(0)
-    lengths = [5, 40, 12, 33, 17, 8]  # two groups, the second not full
-    rows = [TrainingRow("", rng.integers(1, 32, n).astype(np.int32), np.ones(n, bool)) for n in lengths]
-
-    def features(order: list[int], T: int):
-        remembered = RememberedFeatures(target, (0, 2), rows, lengths, with_hidden=True)
-        found = {}
-        for row in order:
-            batch = collate(rows, [row], T)
-            found[row] = jax.tree.map(lambda leaf: np.asarray(leaf[0]), remembered(batch))
-        return found
-
-    first, second = features([0, 1, 2, 3, 4, 5], 48), features([5, 3, 1, 0, 4, 2], 64)
-    online = OnlineFeatures(target, (0, 2), with_hidden=True)
-    for row, length in enumerate(lengths):
-        alone = online(collate(rows, [row], length))
-        for mine, other, its_own in zip(first[row], second[row], alone, strict=True):
-            assert mine.shape[0] == 48
-            np.testing.assert_array_equal(mine[:length], other[:length])
-            np.testing.assert_allclose(mine[:length], its_own[0], atol=1e-5)
-            assert not mine[length:].any()
 
 
 # Where training starts

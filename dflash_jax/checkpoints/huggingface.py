@@ -111,8 +111,8 @@ def load_target(source: str | Path, *, dtype: str | None = "float32", mesh: Mesh
     check_dtype(dtype)
     outline, folder = _outline(source)
     with TensorFolder(folder) as tensors:
-        model = _read_target(outline.config, tensors, dtype, mesh)
-    return replace(outline, model=model, fingerprint=fingerprint(folder))
+        _fill_target(outline, tensors, dtype, mesh)
+    return replace(outline, fingerprint=fingerprint(folder))
 
 
 def outline_target(source: str | Path) -> LoadedTarget:
@@ -258,18 +258,17 @@ def _outline(source: str | Path) -> tuple[LoadedTarget, Path]:
     return LoadedTarget(model, config, tokenizer, stop_token_ids, str(source), ""), folder
 
 
-def _read_target(config: TargetConfig, tensors: TensorFolder, dtype: str | None, mesh: Mesh | None) -> Target:
-    entries, head_name = prefixed_target_entries(config, tensors.names)
-    model = nnx.eval_shape(lambda: Target(config, rngs=nnx.Rngs(0)))
-    fill(model, entries, tensors, dtype=dtype, expected=[head_name], mesh=mesh)
-    if config.tie_word_embeddings and head_name in tensors.names:
+def _fill_target(outline: LoadedTarget, tensors: TensorFolder, dtype: str | None, mesh: Mesh | None) -> None:
+    """Puts arrays where the outline has shapes."""
+    entries, head_name = prefixed_target_entries(outline.config, tensors.names)
+    fill(outline.model, entries, tensors, dtype=dtype, expected=[head_name], mesh=mesh)
+    if outline.config.tie_word_embeddings and head_name in tensors.names:
         embedding_name = next(entry.name for entry in entries if entry.path == "embedding")
         if not np.array_equal(tensors.read(head_name), tensors.read(embedding_name)):
             raise CheckpointError(
                 f"{tensors.folder}: config.json sets tie_word_embeddings, but {head_name} differs from "
                 f"{embedding_name}; set tie_word_embeddings to false if the head is its own"
             )
-    return model
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:

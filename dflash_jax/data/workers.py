@@ -60,10 +60,9 @@ def _start_worker(function: Callable[[Any], Any]) -> None:
 
 def _end_with_parent() -> None:
     """A parent that was killed can't end its workers."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # this is a worker
-    parent.join()
-    os._exit(1)
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work(piece: Any) -> Any:

@@ -141,7 +141,7 @@ def mesh_for(experiment: ExperimentConfig, target: TargetConfig, devices: Sequen
             f"mesh.tensor={mesh.shape['tensor']} must divide the target's {target.num_kv_heads} key/value heads"
         )
     lengths = experiment.data.length_buckets
-    if uneven := [name for name in (*lengths, training.anchors_per_row) if name % mesh.shape["sequence"]]:
+    if uneven := [size for size in (*lengths, training.anchors_per_row) if size % mesh.shape["sequence"]]:
         raise ConfigError(
             f"mesh.sequence={mesh.shape['sequence']} must divide data.length_buckets={lengths} and "
             f"training.anchors_per_row={training.anchors_per_row}; it does not divide {uneven[0]}"
