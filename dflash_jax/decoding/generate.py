@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from dflash_jax.decoding.batching import decode_all
 from dflash_jax.decoding.processing import LogitsProcessor
-from dflash_jax.decoding.request import Options, Proposals, Width, checked_request
+from dflash_jax.decoding.request import Options, Prompt, Proposals, Width, checked_request
 from dflash_jax.decoding.stats import Clock, Stats
 from dflash_jax.decoding.streaming import Stream
 
@@ -48,7 +48,7 @@ class Generation:
 
 def generate(
     target,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     *,
     drafter=None,
     max_new_tokens: int = 256,
@@ -70,7 +70,8 @@ def generate(
 
     Args:
         target: a LoadedTarget.
-        prompts: token-id lists, or strings: each string is one user message, rendered by the target's chat template.
+        prompts: each a list of token ids; or a chat, a list of {"role", "content"} messages, rendered by the target's
+            chat template; or a string, which is a chat of one user message.
         drafter: a LoadedDrafter, or None for plain autoregressive decoding.
         max_new_tokens: at most this many new tokens a row; 0 gives empty results.
         temperature: 0 is greedy. Above 0 the target's distribution is sampled, exactly. This, top_k, top_p and seed are
@@ -139,7 +140,7 @@ def generate(
     ]
 
 
-def stream(target, prompt: str | Sequence[int], **options) -> Stream:
+def stream(target, prompt: Prompt, **options) -> Stream:
     """The text of one prompt as rounds commit it; options as in `generate`, batch_size and progress aside.
 
     Returns:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ SHORTEST_CACHE = 256
 
 Proposals = Literal["argmax", "sampled"]
 Width = int | Literal["adaptive"] | None
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -202,19 +204,33 @@ def _per_row(name: str, value, count: int) -> list:
 
 
 def _token_ids(target, prompt, index: int) -> list[int]:
-    if isinstance(prompt, str):
+    chat: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if isinstance(chat, Sequence) and any(isinstance(part, Mapping) for part in chat):
         if target.tokenizer is None:
             raise ValueError(f"prompts[{index}] is text, and target {target.source} has no tokenizer; pass token ids")
-        from dflash_jax.data.chat import render
-
-        prompt = render(target.tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
-    ids = [int(token) for token in prompt]
+        ids = _rendered(target.tokenizer, chat, index)
+    else:
+        try:
+            ids = [operator.index(token) for token in chat]
+        except TypeError as error:
+            raise ValueError(
+                f"prompts[{index}] must be a string, a list of token ids, or a list of messages: {error}"
+            ) from error
     if not ids:
         raise ValueError(f"prompts[{index}] is empty; decoding needs at least one token to start from")
     worst = max(ids, key=lambda token: abs(token - target.config.vocab_size // 2))
     if not 0 <= worst < target.config.vocab_size:
         raise ValueError(f"prompts[{index}] holds token id {worst}; the target has {target.config.vocab_size} rows")
     return ids
+
+
+def _rendered(tokenizer, messages: Sequence, index: int) -> list[int]:
+    from dflash_jax.data.chat import render
+
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"prompts[{index}][{place}]={message!r} must be a message with a role and a content")
+    return render(tokenizer, messages, add_generation_prompt=True)
 
 
 def _warn_past_training(drafter, length: int) -> None:
