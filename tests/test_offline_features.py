@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import filelock
 import jax
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from dflash_jax.checkpoints.target_files import has_all_weights
 from dflash_jax.config import ConfigError
 from dflash_jax.data import features
 from dflash_jax.data.feature_store import StoredSplit, plan_shards, read_schema
+from dflash_jax.data.locks import only_writer
 from dflash_jax.data.pipeline import collate
 from dflash_jax.data.prepared import PreparedRow, write_prepared
 from dflash_jax.data.records import read_chats
@@ -376,7 +376,7 @@ def test_broken_files_are_named(files, tmp_path):
 
 
 def test_one_process_at_a_time_writes(files):
-    with filelock.FileLock(files / "stored" / ".lock"), pytest.raises(ValueError, match="in use by another process"):
+    with only_writer(files / "stored"), pytest.raises(ValueError, match="in use by another process"):
         store(experiment(files, files), files / "stored")
 
 

@@ -23,12 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import filelock
 import numpy as np
 from tqdm import tqdm
 
 from dflash_jax.data import feature_store
 from dflash_jax.data.feature_store import FeatureSchema, SplitSchema, shard_path
+from dflash_jax.data.locks import only_writer
 from dflash_jax.data.pipeline import collate
 from dflash_jax.data.provenance import tokenizer_hash
 from dflash_jax.data.report import histogram
@@ -98,9 +98,8 @@ def run(
     ]
     estimate = sum(feature_store.stored_bytes(schema.token_bytes, shard.lengths) for shard in shards)
     say(_estimate(schema, estimate, len(shards)))
-    out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    with _locked(out):
+    with only_writer(out):
         fresh = not feature_store.check_schema(out, schema)
         left = [shard for shard in shards if not shard.path.exists()]
         _check_disk(out, sum(feature_store.stored_bytes(schema.token_bytes, shard.lengths) for shard in left))
@@ -186,13 +185,6 @@ def _tensors(shard: Shard, features: FeatureSource, schema: FeatureSchema, bar: 
             first += length
         bar.update(sum(lengths))
     return {**stored, "rows": np.asarray(shard.rows, np.int32), "lengths": np.asarray(shard.lengths, np.int32)}
-
-
-def _locked(out: Path) -> Any:
-    try:
-        return filelock.FileLock(out / ".lock", timeout=0).acquire()
-    except filelock.Timeout as error:
-        raise ValueError(f"{out} is in use by another process; wait for it or choose another --out") from error
 
 
 def _check_disk(out: Path, needed: int) -> None:
