@@ -13,7 +13,6 @@ Killed or stopped, the same command goes on behind the last whole shard.
 from __future__ import annotations
 
 import argparse
-import bisect
 import dataclasses
 import logging
 import shutil
@@ -29,7 +28,7 @@ from tqdm import tqdm
 from dflash_jax.data import feature_store
 from dflash_jax.data.feature_store import FeatureSchema, SplitSchema, shard_path
 from dflash_jax.data.locks import only_writer
-from dflash_jax.data.pipeline import collate
+from dflash_jax.data.pipeline import check_fit, collate, padded_length
 from dflash_jax.data.provenance import tokenizer_hash
 from dflash_jax.data.report import histogram
 from dflash_jax.data.rows import TrainingRow
@@ -118,6 +117,7 @@ def run(
 def _plan(experiment: ExperimentConfig, outline: Any, shard_bytes: int) -> tuple[FeatureSchema, dict[str, Split]]:
     """What is to be stored: its description, and the rows of each split."""
     from dflash_jax.checkpoints.target_files import tables_hash
+    from dflash_jax.config import naming
     from dflash_jax.evaluation.training_run import rows_in_use
     from dflash_jax.training.setup import tapped_layers
 
@@ -143,11 +143,8 @@ def _plan(experiment: ExperimentConfig, outline: Any, shard_bytes: int) -> tuple
     splits, described = {}, {}
     for name, (rows, lengths, sha256) in used.items():
         lengths = lengths[: limits[name]]
-        if max(lengths) > data.length_buckets[-1]:
-            raise ValueError(
-                f"{files[name]}: a row has {max(lengths)} tokens, and the last of data.length_buckets="
-                f"{data.length_buckets} is shorter"
-            )
+        with naming(f"data.{name}_file", files[name]):
+            check_fit(lengths, data.length_buckets)
         shards = feature_store.plan_shards(
             lengths, token_bytes=schema.token_bytes, pass_rows=schema.pass_rows, shard_bytes=shard_bytes
         )
@@ -174,7 +171,7 @@ def _tensors(shard: Shard, features: FeatureSource, schema: FeatureSchema, bar: 
     for start in range(0, len(shard.rows), schema.pass_rows):
         together = shard.rows[start : start + schema.pass_rows]
         lengths = [shard.split.lengths[row] for row in together]
-        padded = schema.length_buckets[bisect.bisect_left(schema.length_buckets, max(lengths))]
+        padded = padded_length(max(lengths), schema.length_buckets)
         # All passes of a length are one program: a last one that is not full repeats a row.
         batch = collate(shard.split.rows, together + together[:1] * (schema.pass_rows - len(together)), padded)
         found = features(batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import hashlib
 import json
@@ -20,7 +19,7 @@ from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, read
 from dflash_jax.config import ConfigError, ExperimentConfig, MeshConfig, TrainingConfig, naming
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.packing import PackedPlan
-from dflash_jax.data.pipeline import Batches, EpochPlan, collate
+from dflash_jax.data.pipeline import Batches, EpochPlan, check_fit, collate, padded_length
 from dflash_jax.data.prepared import PreparedSplit, is_prepared, read_provenance, row_bytes
 from dflash_jax.data.provenance import check_made_for, meta_path, tokenizer_hash
 from dflash_jax.data.records import read_chats
@@ -112,7 +111,7 @@ def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
     evaluate = HeldOut(experiment, target, config) if data.heldout_file else None
     features = _features(experiment, target, config, "train", used, with_hidden=_keeps_hidden(experiment))
     if experiment.model.initialisation == "regression" and starts_from_target(experiment):
-        singles = [collate(rows, [i], _bucket(length, data.length_buckets)) for i, length in enumerate(lengths)]
+        singles = [collate(rows, [i], padded_length(length, data.length_buckets)) for i, length in enumerate(lengths)]
         fitted_on = features
         if not _keeps_hidden(experiment):
             fitted_on = OnlineFeatures(target.model, config.target_layer_ids, with_hidden=True)
@@ -304,24 +303,15 @@ def _check_made_for(made_for: dict, path: str, experiment: ExperimentConfig, tar
 def _fixed_batches(rows: Sequence[TrainingRow], experiment: ExperimentConfig) -> list:
     """Held-out rows in batches of the training shape, shortest first; a last, smaller batch is left out."""
     size = min(experiment.training.rows_per_step // experiment.training.accumulation, len(rows))
-    order = sorted(range(len(rows)), key=lambda index: len(rows[index].tokens))
-    buckets, longest = experiment.data.length_buckets, len(rows[order[-1]].tokens)
-    if longest > buckets[-1]:
-        raise ConfigError(
-            f"data.heldout_file={experiment.data.heldout_file!r}: a row has {longest} tokens, and the last of "
-            f"data.length_buckets={buckets} is shorter"
-        )
+    lengths, buckets = [len(row.tokens) for row in rows], experiment.data.length_buckets
+    with naming("data.heldout_file", experiment.data.heldout_file):
+        check_fit(lengths, buckets)
+    order = sorted(range(len(rows)), key=lambda index: lengths[index])
     batches = []
     for first in range(0, len(order) - size + 1, size):
         indices = order[first : first + size]
-        length = _bucket(len(rows[indices[-1]].tokens), buckets)
-        batches.append(collate(rows, indices, length))
+        batches.append(collate(rows, indices, padded_length(lengths[indices[-1]], buckets)))
     return batches
-
-
-def _bucket(length: int, buckets: tuple[int, ...]) -> int:
-    """The padded length of a row."""
-    return buckets[bisect.bisect_left(buckets, length)]
 
 
 def _with_steps(experiment: ExperimentConfig, batches: Batches | PreparedBatches) -> ExperimentConfig:
