@@ -51,15 +51,19 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A shard to write."""
+    """A shard to write: which one of which split, named `name`, and the split's rows that go there."""
 
-    path: Path
+    name: str
+    index: int
     split: Split
     rows: list[int]
 
     @property
     def lengths(self) -> list[int]:
         return [self.split.lengths[row] for row in self.rows]
+
+    def path(self, out: Path) -> Path:
+        return shard_path(out, self.name, self.index, len(self.split.shards))
 
 
 def run(
@@ -91,7 +95,7 @@ def run(
         outline = outline_target(model.target)
     schema, splits = _plan(experiment, outline, shard_bytes)
     shards = [
-        Shard(shard_path(out, name, index, len(split.shards)), split, rows)
+        Shard(name, index, split, rows)
         for name, split in splits.items()
         for index, rows in enumerate(split.shards)
     ]
@@ -100,7 +104,7 @@ def run(
     begun = time.monotonic()
     with only_writer(out):
         fresh = not feature_store.check_schema(out, schema)
-        left = [shard for shard in shards if not shard.path.exists()]
+        left = _still_to_write(out, schema, shards)
         _check_disk(out, sum(feature_store.stored_bytes(schema.token_bytes, shard.lengths) for shard in left))
         if fresh:
             feature_store.write_schema(out, schema)
@@ -110,7 +114,7 @@ def run(
             scan = experiment.training.scan_layers
             features = OnlineFeatures(target.model, schema.layers, with_hidden=schema.hidden, scan=scan)
             with on_mesh(mesh):
-                _compute(left, features, schema)
+                _compute(out, left, features, schema)
     return _table(out, schema, shards, left, estimate, time.monotonic() - begun)
 
 
@@ -153,20 +157,31 @@ def _plan(experiment: ExperimentConfig, outline: Any, shard_bytes: int) -> tuple
     return dataclasses.replace(schema, splits=described), splits
 
 
-def _compute(shards: Sequence[Shard], features: FeatureSource, schema: FeatureSchema) -> None:
+def _still_to_write(out: Path, schema: FeatureSchema, shards: Sequence[Shard]) -> list[Shard]:
+    """The shards that are not there. Those that are must be the ones that would be written."""
+    left = []
+    for shard in shards:
+        if shard.path(out).exists():
+            feature_store.read_index(out, schema, shard.name, shard.index)
+        else:
+            left.append(shard)
+    return left
+
+
+def _compute(out: Path, shards: Sequence[Shard], features: FeatureSource, schema: FeatureSchema) -> None:
     """Writes the shards, one after the other."""
     total = sum(sum(shard.lengths) for shard in shards)
     with tqdm(total=total, desc="features", unit="tok", unit_scale=True, dynamic_ncols=True) as bar:
         for shard in shards:
-            feature_store.write_shard(shard.path, _tensors(shard, features, schema, bar))
+            feature_store.write_shard(out, schema, shard.name, shard.index, _tensors(shard, features, schema, bar))
 
 
 def _tensors(shard: Shard, features: FeatureSource, schema: FeatureSchema, bar: tqdm) -> Mapping[str, np.ndarray]:
     """What a shard holds."""
-    tokens = sum(shard.lengths)
-    sizes = {"taps": (tokens, len(schema.layers), schema.hidden_size), "hidden": (tokens, schema.hidden_size)}
-    names = ("taps", "hidden") if schema.hidden else ("taps",)
-    stored = {name: np.empty(sizes[name], schema.dtype) for name in names}
+    described = feature_store.tensors_of(schema, len(shard.rows), sum(shard.lengths))
+    stored = {name: np.empty(*of) for name, of in described.items()}
+    stored["rows"][:], stored["lengths"][:] = shard.rows, shard.lengths
+    names = [name for name in ("taps", "hidden") if name in stored]
     first = 0
     for start in range(0, len(shard.rows), schema.pass_rows):
         together = shard.rows[start : start + schema.pass_rows]
@@ -181,7 +196,7 @@ def _tensors(shard: Shard, features: FeatureSource, schema: FeatureSchema, bar: 
                 stored[name][first : first + length] = on_host[name][slot, :length]
             first += length
         bar.update(sum(lengths))
-    return {**stored, "rows": np.asarray(shard.rows, np.int32), "lengths": np.asarray(shard.lengths, np.int32)}
+    return stored
 
 
 def _check_disk(out: Path, needed: int) -> None:
@@ -206,7 +221,7 @@ def _size(size: int) -> str:
 def _table(
     out: Path, schema: FeatureSchema, shards: Sequence[Shard], written: Sequence[Shard], estimate: int, seconds: float
 ) -> str:
-    size = sum(shard.path.stat().st_size for shard in shards)
+    size = sum(shard.path(out).stat().st_size for shard in shards)
     tokens = sum(sum(shard.lengths) for shard in written)
     cells = [(f"{name} rows", f"{part.rows:,}") for name, part in schema.splits.items()]
     cells += [
