@@ -123,7 +123,8 @@ def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
         evaluate,
         features=features,
         tables=_tables(training, target, rows, len(lengths)),
-        data_fingerprint=fingerprint,
+        data_fingerprints={"data.train_file": fingerprint}
+        | ({"data.heldout_file": evaluate.rows_sha256} if evaluate else {}),
         made_with={
             "target": _public(target.source),
             "target_fingerprint": target.fingerprint,
@@ -192,6 +193,7 @@ class HeldOut:
     def __init__(self, experiment: ExperimentConfig, target: LoadedTarget, config: DrafterConfig):
         self.part, self.target = experiment.evaluation, target
         used = rows_in_use(experiment, target, "heldout")
+        self.rows_sha256 = used.sha256
         self.prompts = self._prompts(used.rows)
         evaluated = used._replace(rows=used.rows[: self.part.rows], lengths=used.lengths[: self.part.rows])
         self.batches = _fixed_batches(evaluated.rows, experiment)
