@@ -293,6 +293,12 @@ def test_a_missing_package_is_named_with_the_command(tmp_path, monkeypatch):
         smollm2_folder(tmp_path / "cache")
 
 
+def test_a_folder_that_can_not_be_made_is_named_with_the_variable(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"can't be converted into .*/file/cache: .*; name .* DFLASH_JAX_CACHE"):
+        smollm2_folder(tmp_path / "file" / "cache")
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     try:

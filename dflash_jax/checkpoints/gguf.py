@@ -49,18 +49,26 @@ def smollm2_folder(cache_dir: str | Path | None = None) -> Path:
         cache_dir: default $DFLASH_JAX_CACHE, else ~/.cache/dflash_jax.
 
     Raises:
-        CheckpointError: the package that carries the file is not installed, or its file is not the known one.
+        CheckpointError: the package that carries the file is not installed, its file is not the known one, or the
+            folder can't be made.
     """
     root = Path(cache_dir or os.environ.get("DFLASH_JAX_CACHE") or Path.home() / ".cache" / "dflash_jax")
     folder = root / "SmolLM2-135M-Instruct-Q4_1"
-    root.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):  # a second process waits, and finds the folder made
-        if not _is_whole(folder):
-            source = _packaged_file()
-            found = _sha256(source)
-            if found != _SHA256:
-                raise CheckpointError(f"{source} has sha256 {found}, not the known {_SHA256}; reinstall {_REQUIREMENT}")
-            _convert(source, folder)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):  # a second process waits, and finds the folder made
+            if not _is_whole(folder):
+                source = _packaged_file()
+                found = _sha256(source)
+                if found != _SHA256:
+                    raise CheckpointError(
+                        f"{source} has sha256 {found}, not the known {_SHA256}; reinstall {_REQUIREMENT}"
+                    )
+                _convert(source, folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"SmolLM2 can't be converted into {root}: {error}; name another folder in DFLASH_JAX_CACHE"
+        ) from error
     return folder
 
 
