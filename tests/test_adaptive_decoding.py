@@ -16,7 +16,7 @@ from dflash_jax.decoding.adaptive import RoundCosts
 from dflash_jax.decoding.flat import flatten
 from dflash_jax.decoding.generate import generate, stream
 from dflash_jax.decoding.loop import LoopSettings, prefill, run_rounds
-from dflash_jax.decoding.sampling import greedy_rows
+from dflash_jax.decoding.request import Options, checked_options
 
 W = 4
 TARGET = random_target()
@@ -164,8 +164,8 @@ def test_a_round_of_width_1_does_not_ask_the_drafter():
 
 def test_a_drafter_reads_on_through_rounds_of_width_1():
     """Its context after plain rounds is that after drafted ones, so it can come back at any time."""
-    prompt = PROMPTS[2]
-    arguments = (jnp.asarray([prompt]), jnp.asarray([len(prompt)]), jnp.asarray([100]), greedy_rows(1))
+    prompt, (_, greedy) = PROMPTS[2], checked_options(Options(), 1, W)
+    arguments = (jnp.asarray([prompt]), jnp.asarray([len(prompt)]), jnp.asarray([100]), greedy)
     models, caches = flatten(TARGET.model, DRAFTER.model), []
     for width in (1, W):
         settings = LoopSettings(width, ())
