@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ _KIND = "dflash_jax features 2"
 _HEADER_BYTES = 450  # of a shard, about
 _MADE_FOR = "made_for"  # where the header of a shard has its hash
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "int32": "I32"}  # as safetensors calls them
+_UNFINISHED = ".tmp"
 _AGAIN = "delete it and run the command that wrote it again"
 _DESCRIPTIVE = ("target", "source")  # names, which may change without changing what is named
 
@@ -118,7 +120,8 @@ def write_shard(
 ) -> None:
     """Writes C-contiguous tensors, those of `tensors_of`, to a file that appears when they are on disk."""
     path = shard_path(folder, split, index, schema.splits[split].shards)
-    temporary = path.with_name(path.name + ".tmp")
+    # A name of its own: a process that is about to be ended for another's death may still write the same shard.
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_UNFINISHED}")
     made_for = _shard_hash(schema, split, index, tensors["rows"], tensors["lengths"])
     save_file(dict(tensors), temporary, metadata={_MADE_FOR: made_for})
     shutil.copymode(path.parent / SCHEMA, temporary)  # safetensors makes files that only their owner may read
@@ -146,6 +149,12 @@ def read_index(folder: str | Path, schema: FeatureSchema, split: str, index: int
     if found != expected:
         raise ValueError(f"{path} holds {found}, and {SCHEMA} beside it describes {expected}; {_AGAIN}")
     return rows, lengths
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Deletes what killed processes left of shards."""
+    for path in folder.glob(f"*{_UNFINISHED}"):
+        path.unlink(missing_ok=True)
 
 
 def check_schema(folder: Path, schema: FeatureSchema) -> bool:

@@ -8,6 +8,9 @@ changes fields as it does there. Stored are the taps of all training rows and of
 score, and final hidden states where the loss is "teacher"; data/feature_store.py describes the files. How many bytes
 they will take is told before the target is loaded, and nothing is done where the disk has no room for them.
 Killed or stopped, the same command goes on behind the last whole shard.
+
+Started on several hosts (docs/clusters.md), each process computes every so many-th shard, on its own devices. Which
+process computed a shard makes no difference to it, so another number of them may go on.
 """
 
 from __future__ import annotations
@@ -34,10 +37,13 @@ from dflash_jax.data.report import histogram
 from dflash_jax.data.rows import TrainingRow
 
 if TYPE_CHECKING:  # `data` itself knows no model, only its commands do, once wrong flags have been told
-    from dflash_jax.config import ExperimentConfig
+    from jax.sharding import Mesh
+
+    from dflash_jax.config import ExperimentConfig, MeshConfig
     from dflash_jax.training.features import FeatureSource
 
 SHARD_GB = 1.0
+_SHARED = "it must be one folder for all of them"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,47 +81,68 @@ def run(
 ) -> str:
     """Stores the features of an experiment's rows in the folder `out`, and returns the closing table.
 
+    Of several processes each computes its share, only the first talks, and the others return "" when all are done.
+
     Args:
       shard_bytes: a shard ends with the rows that bring it to so many.
       say: receives the estimate.
 
     Raises:
-      ValueError: settings, data or target are wrong, the disk is too small, another process writes into the folder, or
-        it holds other features; the message names what is wrong.
+      ValueError: settings, data or target are wrong, the disk is too small, the mesh does not fit one process, somebody
+        else writes into the folder, or it holds other features; the message names what is wrong.
     """
-    from dflash_jax.checkpoints.huggingface import load_target, outline_target
+    from dflash_jax.checkpoints.huggingface import outline_target
     from dflash_jax.config import naming
     from dflash_jax.evaluation.training_run import mesh_of_run
-    from dflash_jax.sharding import on_mesh
-    from dflash_jax.training.features import OnlineFeatures
+    from dflash_jax.processes import check_joined, is_first, wait_for_all
 
     model, out = experiment.model, Path(out)
-    mesh = mesh_of_run(experiment)
+    check_joined()
+    mesh = mesh_of_run(experiment, _devices(experiment.mesh))
     with naming("model.target", model.target):
         outline = outline_target(model.target)
     schema, splits = _plan(experiment, outline, shard_bytes)
     shards = [
-        Shard(name, index, split, rows)
-        for name, split in splits.items()
-        for index, rows in enumerate(split.shards)
+        Shard(name, index, split, rows) for name, split in splits.items() for index, rows in enumerate(split.shards)
     ]
-    estimate = sum(feature_store.stored_bytes(schema.token_bytes, shard.lengths) for shard in shards)
+    if not is_first():
+        wait_for_all("features begun")
+        _check_begun(out, schema)
+        _compute_share(experiment, mesh, out, schema, shards)
+        wait_for_all("features computed")
+        return ""
+    estimate = _bytes(schema, shards)
     say(_estimate(schema, estimate, len(shards)))
     begun = time.monotonic()
     with only_writer(out):
-        fresh = not feature_store.check_schema(out, schema)
-        left = _still_to_write(out, schema, shards)
-        _check_disk(out, sum(feature_store.stored_bytes(schema.token_bytes, shard.lengths) for shard in left))
-        if fresh:
-            feature_store.write_schema(out, schema)
-        if left:
-            with naming("model.target", model.target):
-                target = load_target(model.target, dtype=model.target_dtype, mesh=mesh)
-            scan = experiment.training.scan_layers
-            features = OnlineFeatures(target.model, schema.layers, with_hidden=schema.hidden, scan=scan)
-            with on_mesh(mesh):
-                _compute(out, left, features, schema)
+        left = _begin(out, schema, shards)
+        wait_for_all("features begun")
+        _compute_share(experiment, mesh, out, schema, shards)
+        wait_for_all("features computed")
+        _check_complete(out, shards)
     return _table(out, schema, shards, left, estimate, time.monotonic() - begun)
+
+
+def _devices(mesh: MeshConfig) -> list[Any]:
+    """Those of this process, over which it divides the target; where all sizes of the mesh are 1, its first."""
+    import jax
+
+    from dflash_jax.config import ConfigError, MeshConfig
+    from dflash_jax.sharding import mesh_sizes
+
+    devices, processes = jax.local_devices(), jax.process_count()
+    if mesh == MeshConfig(1, 1, 1):
+        return devices[:1]
+    try:
+        mesh_sizes((mesh.data, mesh.fsdp, mesh.sequence, mesh.tensor), len(devices))
+    except ValueError as error:
+        if processes == 1:
+            raise ConfigError(str(error)) from error
+        raise ConfigError(
+            f"{error}. These are the devices of one of {processes} processes: each computes whole shards, so the mesh "
+            "is of its own devices, and a target that has to be divided over several hosts can't be used here"
+        ) from error
+    return devices
 
 
 def _plan(experiment: ExperimentConfig, outline: Any, shard_bytes: int) -> tuple[FeatureSchema, dict[str, Split]]:
@@ -157,6 +184,34 @@ def _plan(experiment: ExperimentConfig, outline: Any, shard_bytes: int) -> tuple
     return dataclasses.replace(schema, splits=described), splits
 
 
+def _begin(out: Path, schema: FeatureSchema, shards: Sequence[Shard]) -> list[Shard]:
+    """Begins the features in the folder, or checks those begun there; the shards that are still to be written."""
+    fresh = not feature_store.check_schema(out, schema)
+    left = _still_to_write(out, schema, shards)
+    _check_disk(out, _bytes(schema, left))
+    if fresh:
+        feature_store.write_schema(out, schema)
+    feature_store.remove_unfinished(out)
+    return left
+
+
+def _check_begun(out: Path, schema: FeatureSchema) -> None:
+    """Raises ValueError where this process does not see, or would not write, what the first has begun."""
+    if not feature_store.check_schema(out, schema):
+        raise ValueError(
+            f"--out={out}: {feature_store.SCHEMA} is there for the first process and not for this one; {_SHARED}"
+        )
+
+
+def _check_complete(out: Path, shards: Sequence[Shard]) -> None:
+    """Raises ValueError where the first process does not see what the others have written."""
+    missing = [path.name for shard in shards if not (path := shard.path(out)).exists()]
+    if missing:
+        raise ValueError(
+            f"--out={out}: {len(missing)} shards ({missing[0]} …) that others wrote are not there; {_SHARED}"
+        )
+
+
 def _still_to_write(out: Path, schema: FeatureSchema, shards: Sequence[Shard]) -> list[Shard]:
     """The shards that are not there. Those that are must be the ones that would be written."""
     left = []
@@ -168,11 +223,30 @@ def _still_to_write(out: Path, schema: FeatureSchema, shards: Sequence[Shard]) -
     return left
 
 
-def _compute(out: Path, shards: Sequence[Shard], features: FeatureSource, schema: FeatureSchema) -> None:
-    """Writes the shards, one after the other."""
-    total = sum(sum(shard.lengths) for shard in shards)
-    with tqdm(total=total, desc="features", unit="tok", unit_scale=True, dynamic_ncols=True) as bar:
-        for shard in shards:
+def _compute_share(
+    experiment: ExperimentConfig, mesh: Mesh | None, out: Path, schema: FeatureSchema, shards: Sequence[Shard]
+) -> None:
+    """Writes those of this process's shards that are not there, one after the other."""
+    import jax
+
+    from dflash_jax.checkpoints.huggingface import load_target
+    from dflash_jax.config import naming
+    from dflash_jax.processes import is_first
+    from dflash_jax.sharding import on_mesh
+    from dflash_jax.training.features import OnlineFeatures
+
+    left = _still_to_write(out, schema, shards[jax.process_index() :: jax.process_count()])
+    if not left:
+        return
+    model = experiment.model
+    with naming("model.target", model.target):
+        target = load_target(model.target, dtype=model.target_dtype, mesh=mesh)
+    scan = experiment.training.scan_layers
+    features = OnlineFeatures(target.model, schema.layers, with_hidden=schema.hidden, scan=scan)
+    total = sum(sum(shard.lengths) for shard in left)
+    bar = tqdm(total=total, desc="features", unit="tok", unit_scale=True, dynamic_ncols=True, disable=not is_first())
+    with bar, on_mesh(mesh):
+        for shard in left:
             feature_store.write_shard(out, schema, shard.name, shard.index, _tensors(shard, features, schema, bar))
 
 
@@ -197,6 +271,11 @@ def _tensors(shard: Shard, features: FeatureSource, schema: FeatureSchema, bar: 
             first += length
         bar.update(sum(lengths))
     return stored
+
+
+def _bytes(schema: FeatureSchema, shards: Sequence[Shard]) -> int:
+    """That the shards take."""
+    return sum(feature_store.stored_bytes(schema.token_bytes, shard.lengths) for shard in shards)
 
 
 def _check_disk(out: Path, needed: int) -> None:
@@ -259,9 +338,21 @@ def main(argv: Sequence[str]) -> None:
         if not 0 < options.shard_gb < float("inf"):
             raise ValueError(f"--shard_gb={options.shard_gb}: must be more than 0, and finite")
         experiment = experiment_from_flags([argv[0], *rest])
-        print(run(experiment, options.out, shard_bytes=int(options.shard_gb * 1e9)))
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         exit_with(error)
+    from dflash_jax.processes import end_on_sigterm, ending_at_once, is_first, join
+
+    with ending_at_once():
+        try:
+            if join():
+                end_on_sigterm()
+            if not is_first():
+                logging.getLogger("dflash_jax").setLevel(logging.WARNING)
+            table = run(experiment, options.out, shard_bytes=int(options.shard_gb * 1e9))
+        except (ValueError, OSError) as error:
+            exit_with(error)
+    if table:
+        print(table)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from dflash_jax.data.records import read_chats
 from dflash_jax.data.rows import TrainingRow, rows_from_regenerated
 from dflash_jax.evaluation.heldout import acceptance_by_decoding, fixed_anchor_report
 from dflash_jax.models.family import DrafterConfig
+from dflash_jax.processes import check_joined
 from dflash_jax.sharding import on_mesh
 from dflash_jax.training.features import FeatureSource, OnlineFeatures, feature_bytes, make_features
 from dflash_jax.training.initialise import parameter_count
@@ -52,23 +53,24 @@ def train(experiment: ExperimentConfig) -> Outcome:
 def prepare(experiment: ExperimentConfig) -> Trainer:
     """Loads target, data and the drafter to start from; `run` of what is returned trains. Errors as `train`."""
     check_trackers(experiment.logging)
+    check_joined()
     if jax.process_count() > 1:
         _check_for_many_processes(experiment)
-    mesh = mesh_of_run(experiment)
+    mesh = mesh_of_run(experiment, devices_for(experiment.mesh))
     target = load_target_for(experiment, mesh)
     with on_mesh(mesh):
         return _prepare(experiment, target)
 
 
-def mesh_of_run(experiment: ExperimentConfig) -> Mesh | None:
-    """What a run is divided over; None: it has one device.
+def mesh_of_run(experiment: ExperimentConfig, devices: Sequence[Any]) -> Mesh | None:
+    """How a run is divided over these devices; None: it has one.
 
     Raises:
         ConfigError: the target's config can't be read, or the mesh does not fit it or the devices.
     """
     with naming("model.target", experiment.model.target):
         config = read_target_config(experiment.model.target)
-    mesh = mesh_for(experiment, config, devices_for(experiment.mesh))
+    mesh = mesh_for(experiment, config, devices)
     return None if mesh.size == 1 else mesh
 
 
@@ -79,12 +81,7 @@ def devices_for(mesh: MeshConfig) -> list[Any]:
 
 
 def _check_for_many_processes(experiment: ExperimentConfig) -> None:
-    """Refuses what needs all features on one host, and hosts that the hardware joins without JAX's service."""
-    if not jax.distributed.is_initialized():
-        raise ConfigError(
-            f"this is one of {jax.process_count()} processes, and they have not joined; set JAX_COORDINATOR_ADDRESS, "
-            "JAX_NUM_PROCESSES and JAX_PROCESS_ID for each (docs/clusters.md)"
-        )
+    """Refuses what needs all features on one host."""
     for field, value in (("training.feature_cache", "memory"), ("model.initialisation", "regression")):
         part, name = field.split(".")
         if getattr(getattr(experiment, part), name) == value:
