@@ -15,8 +15,7 @@ from absl import app, flags
 from dflash_jax import load_drafter, load_target
 from dflash_jax.decoding.flat import flatten
 from dflash_jax.decoding.loop import LoopSettings, prefill, run_rounds
-from dflash_jax.decoding.request import cache_bucket
-from dflash_jax.decoding.sampling import greedy_rows
+from dflash_jax.decoding.request import Options, cache_bucket, checked_options
 from dflash_jax.models.proposal import NoDrafter, Proposal
 
 FLAGS = flags.FLAGS
@@ -95,7 +94,8 @@ def _round(target, drafter, width: int, length: int) -> float:
     lengths = jnp.array([FLAGS.prompt_length], jnp.int32)
 
     def start():
-        arguments = (prompt, lengths, limit, greedy_rows(1))
+        _, greedy = checked_options(Options(), 1, width)
+        arguments = (prompt, lengths, limit, greedy)
         state, _ = prefill(target, drafter, *arguments, settings=settings, cache_length=length)
         return jax.block_until_ready(state)
 

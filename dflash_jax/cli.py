@@ -6,10 +6,11 @@ first wrong value with a traceback, and know no None.
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,6 +91,15 @@ def parsed_flags(argv: Sequence[str]) -> list[str]:
     if len(rest) > 1:
         exit_with(ValueError(f"unknown arguments: {' '.join(rest[1:])}; every setting is a --flag=value"))
     return rest
+
+
+@contextlib.contextmanager
+def writing(flag: str, path: str | Path) -> Iterator[None]:
+    """Inside, a file that can't be written is a ValueError that names the flag or field it was asked for with."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{flag}={str(path)!r}: can't be written: {error}") from error
 
 
 def exit_with(error: Exception) -> NoReturn:

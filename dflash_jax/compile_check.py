@@ -28,7 +28,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from dflash_jax.checkpoints.huggingface import LoadedTarget, read_target_config
-from dflash_jax.cli import exit_with, experiment_from_flags
+from dflash_jax.cli import exit_with, experiment_from_flags, writing
 from dflash_jax.compiled_work import Work, work_of
 from dflash_jax.config import ConfigError, ExperimentConfig
 from dflash_jax.decoding.flat import flatten
@@ -172,7 +172,8 @@ def compiled(name: str, lower: Callable[[], jax.stages.Lowered], target: Hardwar
     memory: Any = program.memory_analysis()
     text = program.as_text() or ""
     if dump:
-        (Path(dump) / f"{name}.{target.name.replace(':', '-')}.hlo").write_text(text, encoding="utf-8")
+        with writing("--dump", dump):
+            (Path(dump) / f"{name}.{target.name.replace(':', '-')}.hlo").write_text(text, encoding="utf-8")
     return Program(
         name=name,
         seconds=seconds,

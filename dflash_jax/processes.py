@@ -20,6 +20,8 @@ from jax.experimental import multihost_utils
 
 HEARTBEAT_SECONDS = 60  # a process that was not heard of for so long counts as lost, and the others end
 
+_LONGEST_WAIT_MS = 20 * 24 * 3600 * 1000
+
 _EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -88,6 +90,32 @@ def ending_at_once() -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status if isinstance(status, int) else 1)
+
+
+def check_joined() -> None:
+    """Raises ValueError in one of several processes that the hardware joins and JAX's service does not."""
+    if jax.process_count() > 1 and not jax.distributed.is_initialized():
+        raise ValueError(
+            f"this is one of {jax.process_count()} processes, and they have not joined; set JAX_COORDINATOR_ADDRESS, "
+            "JAX_NUM_PROCESSES and JAX_PROCESS_ID for each (docs/clusters.md)"
+        )
+
+
+def wait_for_all(place: str) -> None:
+    """Returns when all processes have come to this place, each once, however long that takes.
+
+    No device is waited for, as in a collective, which would give up on a process that is hours behind. A process that
+    dies ends the wait with an error.
+    """
+    from orbax.checkpoint import multihost
+
+    multihost.get_barrier_sync_fn()(key=f"dflash_jax {place}", timeout_ms=_LONGEST_WAIT_MS)
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM ends this process there and then. Of several processes JAX's service takes the signal, and only notes it
+    for a `StopRequest`."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def is_first() -> bool:

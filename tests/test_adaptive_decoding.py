@@ -1,6 +1,5 @@
 """Adaptive width in the decoding loop: the text is the same, and rounds go where they pay."""
 
-import collections
 import functools
 import weakref
 
@@ -16,7 +15,8 @@ from dflash_jax.decoding.adaptive import RoundCosts
 from dflash_jax.decoding.flat import flatten
 from dflash_jax.decoding.generate import generate, stream
 from dflash_jax.decoding.loop import LoopSettings, prefill, run_rounds
-from dflash_jax.decoding.sampling import greedy_rows
+from dflash_jax.decoding.recent import Recent
+from dflash_jax.decoding.request import Options, checked_options
 
 W = 4
 TARGET = random_target()
@@ -51,7 +51,8 @@ def known_costs(monkeypatch):
         def trusted(self, width):
             return True
 
-    monkeypatch.setattr(runner, "_COSTS", collections.defaultdict(Fixed))
+    monkeypatch.setattr(runner, "RoundCosts", Fixed)
+    monkeypatch.setattr(runner, "_COSTS", Recent(9))
     monkeypatch.setattr(runner, "_CONTROLLERS", weakref.WeakKeyDictionary())
 
 
@@ -102,15 +103,39 @@ def test_streams_adapt_too():
 
 
 def test_costs_are_measured_once_for_a_program(monkeypatch):
-    monkeypatch.setattr(runner, "_COSTS", collections.defaultdict(RoundCosts))
+    made = []
+    monkeypatch.setattr(runner, "RoundCosts", lambda: made.append(RoundCosts()) or made[-1])
+    monkeypatch.setattr(runner, "_COSTS", Recent(9))
     rows = script([[1, 2]], [[5] * 200])
     target, options = scripted(rows), {"max_new_tokens": 150, "width": "adaptive"}
     for right in (3, 0):  # the value is data: the same program
         generate(target, [[1, 2]], drafter=rigged(rows, right, W), **options)
-    ((_, costs),) = runner._COSTS.items()
+    (costs,) = made
     assert all(0 < costs.get(width) < 1 for width in (1, 2))
     generate(target, [[1, 2]] * 2, drafter=rigged(script([[1, 2]] * 2, [[5] * 200] * 2), 3, W), **options)
-    assert len(runner._COSTS) == 2
+    assert len(made) == len(runner._COSTS) == 2
+
+
+def test_no_more_logits_processors_are_kept_than_programs_are_remembered(monkeypatch):
+    monkeypatch.setattr(runner, "PROGRAMS", 2)
+    monkeypatch.setattr(runner, "_COSTS", Recent(2))
+    monkeypatch.setattr(runner, "_CONTROLLERS", weakref.WeakKeyDictionary())
+    rows = script([[1, 2]], [[5] * 20])
+    target, drafter = scripted(rows), rigged(rows, 3, W)
+    for _ in range(3):
+        options = {"logits_processor": lambda logits_BV, tokens_BS, lengths_B: logits_BV, "max_new_tokens": 8}
+        generate(target, [[1, 2]], drafter=drafter, width="adaptive", **options)
+    (of_drafter,) = runner._CONTROLLERS.values()
+    assert len(runner._COSTS) == len(of_drafter) == 2
+
+
+def test_what_was_asked_for_last_is_kept():
+    recent = Recent(2)
+    for key in ("a", "b", "a", "c", "a"):
+        assert recent.get(key, lambda key=key: [key]) == [key]
+    kept = recent.get("a", list)
+    assert kept == ["a"] and recent.get("b", list) == [] and recent.get("a", list) is kept
+    assert len(recent) == 2
 
 
 def test_sampled_proposals_are_refused():
@@ -164,8 +189,8 @@ def test_a_round_of_width_1_does_not_ask_the_drafter():
 
 def test_a_drafter_reads_on_through_rounds_of_width_1():
     """Its context after plain rounds is that after drafted ones, so it can come back at any time."""
-    prompt = PROMPTS[2]
-    arguments = (jnp.asarray([prompt]), jnp.asarray([len(prompt)]), jnp.asarray([100]), greedy_rows(1))
+    prompt, (_, greedy) = PROMPTS[2], checked_options(Options(), 1, W)
+    arguments = (jnp.asarray([prompt]), jnp.asarray([len(prompt)]), jnp.asarray([100]), greedy)
     models, caches = flatten(TARGET.model, DRAFTER.model), []
     for width in (1, W):
         settings = LoopSettings(width, ())

@@ -233,6 +233,35 @@ def test_wrong_settings_are_one_message_and_status_2(folder, capsys, override, m
     assert said.startswith("error: ") and message.replace("{first}", sources(folder)[0]) in said
 
 
+@pytest.mark.parametrize("place", ["results.json", "plot.png", ""])
+def test_files_that_can_not_be_written_are_told_before_anything_is_measured(
+    folder, tmp_path, capsys, monkeypatch, place
+):
+    monkeypatch.setattr(benchmark, "run", lambda config: pytest.fail("measured"))
+    out = tmp_path / "out"
+    (out / place).mkdir(parents=True) if place else out.touch()
+    with pytest.raises(SystemExit) as left:
+        benchmark.main(["benchmark", f"--config={folder / 'config.py'}", f"--config.output.directory={out}"])
+    assert left.value.code == 2
+    assert f"error: output.directory='{out}': can't be written: " in (said := capsys.readouterr().err) and place in said
+    if place:
+        assert [path.name for path in out.iterdir()] == [place]
+
+
+def test_a_disk_that_is_full_at_the_end_costs_no_tables(folder, tmp_path, capsys, monkeypatch):
+    results = results_of(measured(right=1)[0])
+
+    def run(config):
+        (tmp_path / "table.md").mkdir()
+        return results
+
+    monkeypatch.setattr(benchmark, "run", run)
+    with pytest.raises(SystemExit):
+        benchmark.main(["benchmark", f"--config={folder / 'config.py'}", f"--config.output.directory={tmp_path}"])
+    said = capsys.readouterr()
+    assert tables(results) in said.out and f"output.directory='{tmp_path}': can't be written" in said.err
+
+
 def test_a_config_file_is_asked_for(capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["benchmark"])

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +182,15 @@ def test_wrong_options_are_refused_before_anything_is_compiled(tmp_path, capsys,
     with pytest.raises(SystemExit) as end:
         compile_check.main([*arguments(tmp_path), "--hardware", "v5e:2x2", f"--{option}={value}"])
     assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_program_that_can_not_be_written_names_the_flag(tmp_path):
+    (tmp_path / "step.v5e-2x2.hlo").mkdir()
+    program = SimpleNamespace(memory_analysis=lambda: None, as_text=lambda: "HLO")
+    lowered = SimpleNamespace(compile=lambda compiler_options: program)
+    target = SimpleNamespace(name="v5e:2x2", options=None)
+    with pytest.raises(ValueError, match=f"--dump='{tmp_path}': can't be written: .*Is a directory"):
+        compile_check.compiled("step", lambda: lowered, target, str(tmp_path))
 
 
 @requires_libtpu

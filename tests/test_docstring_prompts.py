@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,6 +76,20 @@ def test_command_writes_the_same_file_in_a_fresh_process(prompts, tmp_path):
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert [json.loads(line) for line in out.read_text().splitlines()] == prompts[:50]
     assert printed.startswith("50 prompts in ")
+
+
+def test_a_file_that_can_not_be_written_is_one_message(prompts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(docstring_prompts, "collect", lambda: [])
+    monkeypatch.setattr(docstring_prompts, "make_prompts", lambda *_: prompts[:50])
+    (tmp_path / "file").touch()
+    for out, reason in ((tmp_path, "Is a directory"), (tmp_path / "file" / "prompts.jsonl", "")):
+        values = SimpleNamespace(out=str(out), count=50, seed=0)
+        monkeypatch.setattr(docstring_prompts, "flags", SimpleNamespace(FLAGS=values))
+        with pytest.raises(SystemExit) as left:
+            docstring_prompts.main()
+        assert left.value.code == 2
+        said = capsys.readouterr().err
+        assert f"error: --out='{out}': can't be written: [Errno " in said and reason in said
 
 
 def test_sources_are_parsed_and_never_run(tmp_path):

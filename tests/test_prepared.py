@@ -178,6 +178,6 @@ def test_wrong_shares_and_states_are_named(folder):
         PreparedBatches(rows, 4, BUCKETS, process_index=2, process_count=2)
     with pytest.raises(ValueError, match="outside the 23 steps"):
         PreparedBatches(rows, 4, BUCKETS).set_state({"epoch": 0, "position": 23})
-    with pytest.raises(ValueError, match="has 40 tokens and the last of length_buckets"):
+    with pytest.raises(ValueError, match=r"has 40 tokens, and the last of data\.length_buckets"):
         PreparedBatches(rows, 4, (8,))
     assert PreparedBatches(rows, 4, BUCKETS, max_rows=9).steps_per_epoch == 2

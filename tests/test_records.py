@@ -104,7 +104,8 @@ def test_table_counts_reasons_and_lists_no_more_than_twenty_rows(tmp_path):
 def test_answer_at_the_end_of_a_prompt_row_is_dropped_and_needed_in_a_conversation(tmp_path):
     path = _write(tmp_path / "c.jsonl", [json.dumps({"messages": [USER, ANSWER]}), json.dumps({"messages": [USER]})])
     assert [row.messages for row in records.read_prompts(path)[0]] == [[USER], [USER]]
-    kept, report = records.read_conversations(path)
+    report = records.ReadReport("c.jsonl")
+    kept = records.iterate(path, records.training_row_of, report)
     assert [row.messages for row in kept] == [[USER, ANSWER]]
     assert str(report.skipped[0]) == "row 2: the last message is not the assistant's"
 

@@ -67,10 +67,13 @@ def test_what_was_made_for_another_target_is_refused_unless_allowed(data, tmp_pa
     assert train(allowed).steps == 0
 
 
-def test_held_out_rows_that_no_bucket_holds_are_told(data, tmp_path):
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_rows_that_no_bucket_holds_are_told(data, tmp_path, split):
     short = {"data__max_length": 16, "data__length_buckets": (16,)}
-    with pytest.raises(ConfigError, match=r"data\.heldout_file='.*own': a row has 22 tokens.*\(16,\) is shorter"):
-        train(run(data, tmp_path, "chats.jsonl", "own", **short))
+    files = ("own", "chats.jsonl") if split == "train" else ("chats.jsonl", "own")
+    message = rf"data\.{split}_file='.*own': row \d+ has 22 tokens, and the last of data\.length_buckets=\(16,\) is "
+    with pytest.raises(ConfigError, match=message + r"shorter; .* \(data\.max_length does not cut a prepared set"):
+        train(run(data, tmp_path, *files, **short))
 
 
 def test_a_set_for_another_tokenizer_is_refused(data):

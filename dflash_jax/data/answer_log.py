@@ -5,12 +5,13 @@ A batch is one write followed by fsync, so a kill leaves at most one unfinished 
 cuts it off.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
+
+from dflash_jax.data.locks import take_lock
 
 _KIND = "dflash_jax answers, one batch a line"
 
@@ -40,7 +41,7 @@ class AnswerLog:
         self.answers: dict[str, Answer] = {}
         self._file = self.path.open("ab+")
         try:
-            self._lock()
+            take_lock(self._file, self.path)
             self._recover(settings)
         except BaseException:
             self._file.close()
@@ -56,14 +57,6 @@ class AnswerLog:
         """Adds the answers of one batch; when this returns they are on disk."""
         self._write({"answers": [[name, *answer] for name, answer in answers]})
         self.answers.update(answers)
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"{self.path} is in use by another process; wait for it or choose another --out"
-            ) from error
 
     def _recover(self, settings: Mapping[str, Any]) -> None:
         self._file.seek(0)

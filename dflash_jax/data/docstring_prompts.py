@@ -22,7 +22,7 @@ from pathlib import Path
 
 from absl import flags
 
-from dflash_jax.cli import exit_with, run_command
+from dflash_jax.cli import exit_with, run_command, writing
 
 HELDOUT_SHARE = 0.08
 # With this salt no single module dominates the held-out side (18 modules in Python 3.11, from configparser to typing).
@@ -236,13 +236,14 @@ def _define_flags() -> None:
 
 def main() -> None:
     """Writes the file that the flags describe and prints how many prompts are in each split."""
+    out = Path(flags.FLAGS.out)
     try:
         prompts = make_prompts(collect(), flags.FLAGS.count, flags.FLAGS.seed)
+        with writing("--out", out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
     except ValueError as error:
         exit_with(error)
-    out = Path(flags.FLAGS.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
     splits = collections.Counter(prompt["split"] for prompt in prompts)
     print(f"{len(prompts)} prompts in {out}: {splits['train']} train, {splits['heldout']} held out")
 

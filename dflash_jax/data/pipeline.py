@@ -5,6 +5,7 @@ the state is two integers. Batches are made of rows in memory here, and of prepa
 is a sequence of its own here; packing.py puts several into one.
 """
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
@@ -173,6 +174,23 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int], length: int) ->
     )
 
 
+def check_fit(lengths: Sequence[int], length_buckets: Sequence[int]) -> None:
+    """Raises ValueError if a row is longer than the last bucket. Rows of files were cut to data.max_length, which is
+    not; those of a prepared set when it was made."""
+    longest = int(np.argmax(lengths))
+    if lengths[longest] > length_buckets[-1]:
+        raise ValueError(
+            f"row {longest} has {lengths[longest]} tokens, and the last of data.length_buckets="
+            f"{tuple(length_buckets)} is shorter; add a longer one (data.max_length does not cut a prepared set, "
+            "--max_length of data.prepare does)"
+        )
+
+
+def padded_length(length: int, length_buckets: Sequence[int]) -> int:
+    """The shortest bucket that holds a row of this length; `check_fit` says whether there is one."""
+    return length_buckets[bisect.bisect_left(length_buckets, length)]
+
+
 def _check(lengths: Sequence[int], rows_per_step: int, length_buckets: Sequence[int]) -> None:
     if rows_per_step < 1:
         raise ValueError(f"rows_per_step={rows_per_step} must be at least 1")
@@ -180,9 +198,4 @@ def _check(lengths: Sequence[int], rows_per_step: int, length_buckets: Sequence[
         raise ValueError(f"{len(lengths)} rows are too few for one batch of rows_per_step={rows_per_step}")
     if not length_buckets or length_buckets[0] < 1 or list(length_buckets) != sorted(set(length_buckets)):
         raise ValueError(f"length_buckets={tuple(length_buckets)} must be positive lengths in ascending order")
-    longest = int(np.argmax(lengths))
-    if lengths[longest] > length_buckets[-1]:
-        raise ValueError(
-            f"row {longest} has {lengths[longest]} tokens and the last of length_buckets={tuple(length_buckets)} is "
-            "shorter; truncate rows to it, or add a longer bucket"
-        )
+    check_fit(lengths, length_buckets)

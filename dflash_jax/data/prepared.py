@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import filelock
 import numpy as np
 import tensorflow_datasets as tfds
 from array_record.python import array_record_module  # type: ignore[attr-defined]
@@ -25,6 +24,7 @@ from tensorflow_datasets.core import dataset_builder
 from tensorflow_datasets.core import splits as tfds_splits
 from tensorflow_datasets.proto import tf_example_pb2, tf_feature_pb2
 
+from dflash_jax.data.locks import only_writer
 from dflash_jax.data.rows import TrainingRow
 
 NAME, VERSION = "prepared_chats", "1.0.0"
@@ -223,17 +223,13 @@ def write_prepared(out: str | Path, rows: Iterable[PreparedRow], provenance: dic
     Raises:
       ValueError: there is a set already, another process is writing one, or there is no row.
     """
-    Path(out).mkdir(parents=True, exist_ok=True)
-    try:
-        with filelock.FileLock(Path(out) / ".lock", timeout=0):
-            if is_prepared(out):
-                raise ValueError(f"{out} already holds a prepared set; delete it, or choose another --out")
-            for leftover in (Path(out) / NAME).glob("incomplete.*"):  # of a run that was killed
-                shutil.rmtree(leftover)
-            builder = PreparedChats(data_dir=out, rows=rows, provenance=provenance)
-            builder.download_and_prepare()
-    except filelock.Timeout as error:
-        raise ValueError(f"{out} is in use by another process; wait for it or choose another --out") from error
+    with only_writer(out):
+        if is_prepared(out):
+            raise ValueError(f"{out} already holds a prepared set; delete it, or choose another --out")
+        for leftover in (Path(out) / NAME).glob("incomplete.*"):  # of a run that was killed
+            shutil.rmtree(leftover)
+        builder = PreparedChats(data_dir=out, rows=rows, provenance=provenance)
+        builder.download_and_prepare()
     return Path(builder.data_dir)
 
 

@@ -76,11 +76,6 @@ def read_prompts(
     return _read(path, prompt_of, strict, limit)
 
 
-def read_conversations(path: str | Path, *, strict: bool = False) -> tuple[list[Conversation], ReadReport]:
-    """Reads conversations that end with an answer known as text. Arguments and errors as `read_prompts`."""
-    return _read(path, conversation_of, strict)
-
-
 def read_chats(path: str | Path, *, strict: bool = False) -> tuple[list[Chat], ReadReport]:
     """Reads regenerated chats, as `dflash_jax.data.regenerate` writes them. Arguments and errors as `read_prompts`."""
     return _read(path, chat_of, strict)

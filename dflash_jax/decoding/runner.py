@@ -12,14 +12,17 @@ import numpy as np
 from dflash_jax.decoding.adaptive import RoundCosts, WidthController
 from dflash_jax.decoding.flat import flatten
 from dflash_jax.decoding.loop import LoopState, Progress, run_rounds
+from dflash_jax.decoding.recent import Recent
 from dflash_jax.decoding.request import Request
 from dflash_jax.decoding.stats import Clock
 from dflash_jax.sharding import on_mesh
 
 EMPTY_LAUNCHES = 3
 
-# What rounds cost outlives the call. Keys: what a compilation of run_rounds depends on, but for the width.
-_COSTS: dict = collections.defaultdict(RoundCosts)
+# What rounds cost outlives the call. Keys: what a compilation of run_rounds depends on, but for the width. They hold
+# the caller's logits processors, so those of old calls have to go.
+PROGRAMS = 64
+_COSTS: Recent[RoundCosts] = Recent(PROGRAMS)
 # And so does what a drafter is worth, for as long as it lives. Keys below a drafter: the same.
 _CONTROLLERS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -33,11 +36,9 @@ class Runner:
         self._controller = None
         if request.adaptive:
             program = self._program()
-            self._costs = _COSTS[program]
-            of_drafter = _controllers_of(request.drafter)
-            if program not in of_drafter:
-                of_drafter[program] = WidthController(request.settings.width, self._costs)
-            self._controller = of_drafter[program]
+            costs, of_drafter = _COSTS.get(program, RoundCosts), _controllers_of(request.drafter)
+            self._controller = of_drafter.get(program, lambda: WidthController(request.settings.width, costs))
+            self._costs = self._controller.costs
             self._controller.begin_call()
         self._waited = True  # for the last rounds, so that the clock says when they ended
         self.rounds_by_width: dict[int, int] = collections.Counter()
@@ -53,7 +54,8 @@ class Runner:
         while True:
             width, rounds = self._next()
             state, progress = self._launch(state, width, rounds, done_rows)
-            progress = self.collect((width, progress), overhead=self._costs.launch if self._controller else 0.0)
+            overhead = self._costs.launch if self._controller else None
+            progress = self.collect((width, progress), overhead or 0.0)
             if progress.done.sum() >= done_rows:
                 return state, np.asarray(progress.done)
 
@@ -116,12 +118,12 @@ class Runner:
         return self._models.structure, tuple(shapes), self._size, request.cache_length, request.settings
 
 
-def _controllers_of(drafter) -> dict:
+def _controllers_of(drafter) -> Recent[WidthController]:
     """What is remembered of a drafter: nothing, where it has no hash or takes no weak reference."""
     try:
-        return _CONTROLLERS.setdefault(drafter, {})
+        return _CONTROLLERS.setdefault(drafter, Recent(PROGRAMS))
     except TypeError:
-        return {}
+        return Recent(PROGRAMS)
 
 
 def _is_ready(array: jax.Array) -> bool:

@@ -44,12 +44,6 @@ def row_keys(seed: int | np.integer | Sequence[int], count: int) -> jax.Array:
     return jax.vmap(jax.random.key)(jnp.asarray(seed, jnp.uint32))
 
 
-def greedy_rows(count: int) -> Sampling:
-    """The settings of rows that take the argmax."""
-    zeros_B = jnp.zeros((count,))
-    return Sampling(row_keys(0, count), zeros_B, zeros_B.astype(jnp.int32), zeros_B + 1)
-
-
 def choose(logits_BWV: jax.Array, sampling: Sampling, positions_BW: jax.Array, *, truncate: bool) -> jax.Array:
     """The token the target puts at each position, int32 [B, W]: its argmax, or a draw from the row's distribution.
 

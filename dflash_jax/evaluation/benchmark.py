@@ -24,7 +24,7 @@ import jax
 
 from dflash_jax.checkpoints.export import MADE_WITH
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_drafter, load_target
-from dflash_jax.cli import exit_with, settings_from_flags
+from dflash_jax.cli import exit_with, settings_from_flags, writing
 from dflash_jax.config_parts import ConfigError
 from dflash_jax.data.chat_template import arguments_from_flag
 from dflash_jax.data.presets import read_prompts
@@ -38,6 +38,7 @@ from dflash_jax.evaluation.heldout import decoding_report
 logger = logging.getLogger("dflash_jax.evaluation.benchmark")  # __name__ is "__main__" when this is the command
 
 EXAMPLE = "configs/smollm2_benchmark.py"
+RESULTS, TABLES, PLOT = "results.json", "table.md", "plot.png"  # in output.directory
 
 
 def run(config: BenchmarkConfig) -> Results:
@@ -208,13 +209,23 @@ def _named(field: str, value: str, load):
         raise ConfigError(f"{field}={value!r}: {error}") from error
 
 
-def write(results: Results, directory: Path) -> str:
-    """Writes results.json, table.md and, with matplotlib, plot.png; returns the tables."""
+def _check_writable(directory: Path) -> None:
+    """Raises OSError, before anything is measured, where the files of `write` can't be made; makes the folder."""
     directory.mkdir(parents=True, exist_ok=True)
-    text = tables(results)
+    for name in (RESULTS, TABLES, PLOT):
+        before = (directory / name).exists()
+        with (directory / name).open("ab"):
+            pass
+        if not before:
+            (directory / name).unlink()
+
+
+def write(results: Results, directory: Path) -> None:
+    """Writes results.json, table.md and, with matplotlib, plot.png."""
+    directory.mkdir(parents=True, exist_ok=True)
     content = json.dumps(results.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
-    (directory / "results.json").write_text(content + "\n", encoding="utf-8")
-    (directory / "table.md").write_text(text + "\n", encoding="utf-8")
+    (directory / RESULTS).write_text(content + "\n", encoding="utf-8")
+    (directory / TABLES).write_text(tables(results) + "\n", encoding="utf-8")
     try:
         from dflash_jax.evaluation.benchmark_plot import plot
     except ModuleNotFoundError as error:
@@ -222,8 +233,7 @@ def write(results: Results, directory: Path) -> str:
             raise
         print("no plot.png: matplotlib is not installed (pip install 'dflash-jax[benchmark]')", file=sys.stderr)
     else:
-        plot(results, directory / "plot.png")
-    return text
+        plot(results, directory / PLOT)
 
 
 def main(argv: list[str]) -> None:
@@ -235,8 +245,12 @@ def main(argv: list[str]) -> None:
     try:
         config = to_benchmark(settings_from_flags(argv, PARTS, example=EXAMPLE))
         directory = Path(config.output.directory)
-        _named("output.directory", config.output.directory, lambda: directory.mkdir(parents=True, exist_ok=True))
-        print(write(run(config), directory))
+        with writing("output.directory", directory):
+            _check_writable(directory)
+        results = run(config)
+        print(tables(results))  # first: whatever becomes of the files, it was measured
+        with writing("output.directory", directory):
+            write(results, directory)
     except ValueError as error:  # wrong settings, files or models; anything else is a bug and keeps its traceback
         exit_with(error)
 

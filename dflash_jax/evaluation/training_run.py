@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import hashlib
 import json
@@ -20,13 +19,14 @@ from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, read
 from dflash_jax.config import ConfigError, ExperimentConfig, MeshConfig, TrainingConfig, naming
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.packing import PackedPlan
-from dflash_jax.data.pipeline import Batches, EpochPlan, collate
+from dflash_jax.data.pipeline import Batches, EpochPlan, check_fit, collate, padded_length
 from dflash_jax.data.prepared import PreparedSplit, is_prepared, read_provenance, row_bytes
 from dflash_jax.data.provenance import check_made_for, meta_path, tokenizer_hash
 from dflash_jax.data.records import read_chats
 from dflash_jax.data.rows import TrainingRow, rows_from_regenerated
 from dflash_jax.evaluation.heldout import acceptance_by_decoding, fixed_anchor_report
 from dflash_jax.models.family import DrafterConfig
+from dflash_jax.processes import check_joined
 from dflash_jax.sharding import on_mesh
 from dflash_jax.training.features import FeatureSource, OnlineFeatures, feature_bytes, make_features
 from dflash_jax.training.initialise import parameter_count
@@ -53,23 +53,24 @@ def train(experiment: ExperimentConfig) -> Outcome:
 def prepare(experiment: ExperimentConfig) -> Trainer:
     """Loads target, data and the drafter to start from; `run` of what is returned trains. Errors as `train`."""
     check_trackers(experiment.logging)
+    check_joined()
     if jax.process_count() > 1:
         _check_for_many_processes(experiment)
-    mesh = mesh_of_run(experiment)
+    mesh = mesh_of_run(experiment, devices_for(experiment.mesh))
     target = load_target_for(experiment, mesh)
     with on_mesh(mesh):
         return _prepare(experiment, target)
 
 
-def mesh_of_run(experiment: ExperimentConfig) -> Mesh | None:
-    """What a run is divided over; None: it has one device.
+def mesh_of_run(experiment: ExperimentConfig, devices: Sequence[Any]) -> Mesh | None:
+    """How a run is divided over these devices; None: it has one.
 
     Raises:
         ConfigError: the target's config can't be read, or the mesh does not fit it or the devices.
     """
     with naming("model.target", experiment.model.target):
         config = read_target_config(experiment.model.target)
-    mesh = mesh_for(experiment, config, devices_for(experiment.mesh))
+    mesh = mesh_for(experiment, config, devices)
     return None if mesh.size == 1 else mesh
 
 
@@ -80,12 +81,7 @@ def devices_for(mesh: MeshConfig) -> list[Any]:
 
 
 def _check_for_many_processes(experiment: ExperimentConfig) -> None:
-    """Refuses what needs all features on one host, and hosts that the hardware joins without JAX's service."""
-    if not jax.distributed.is_initialized():
-        raise ConfigError(
-            f"this is one of {jax.process_count()} processes, and they have not joined; set JAX_COORDINATOR_ADDRESS, "
-            "JAX_NUM_PROCESSES and JAX_PROCESS_ID for each (docs/clusters.md)"
-        )
+    """Refuses what needs all features on one host."""
     for field, value in (("training.feature_cache", "memory"), ("model.initialisation", "regression")):
         part, name = field.split(".")
         if getattr(getattr(experiment, part), name) == value:
@@ -112,7 +108,7 @@ def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
     evaluate = HeldOut(experiment, target, config) if data.heldout_file else None
     features = _features(experiment, target, config, "train", used, with_hidden=_keeps_hidden(experiment))
     if experiment.model.initialisation == "regression" and starts_from_target(experiment):
-        singles = [collate(rows, [i], _bucket(length, data.length_buckets)) for i, length in enumerate(lengths)]
+        singles = [collate(rows, [i], padded_length(length, data.length_buckets)) for i, length in enumerate(lengths)]
         fitted_on = features
         if not _keeps_hidden(experiment):
             fitted_on = OnlineFeatures(target.model, config.target_layer_ids, with_hidden=True)
@@ -124,7 +120,8 @@ def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
         evaluate,
         features=features,
         tables=_tables(training, target, rows, len(lengths)),
-        data_fingerprint=fingerprint,
+        data_fingerprints={"data.train_file": fingerprint}
+        | ({"data.heldout_file": evaluate.rows_sha256} if evaluate else {}),
         made_with={
             "target": _public(target.source),
             "target_fingerprint": target.fingerprint,
@@ -193,6 +190,7 @@ class HeldOut:
     def __init__(self, experiment: ExperimentConfig, target: LoadedTarget, config: DrafterConfig):
         self.part, self.target = experiment.evaluation, target
         used = rows_in_use(experiment, target, "heldout")
+        self.rows_sha256 = used.sha256
         self.prompts = self._prompts(used.rows)
         evaluated = used._replace(rows=used.rows[: self.part.rows], lengths=used.lengths[: self.part.rows])
         self.batches = _fixed_batches(evaluated.rows, experiment)
@@ -304,24 +302,15 @@ def _check_made_for(made_for: dict, path: str, experiment: ExperimentConfig, tar
 def _fixed_batches(rows: Sequence[TrainingRow], experiment: ExperimentConfig) -> list:
     """Held-out rows in batches of the training shape, shortest first; a last, smaller batch is left out."""
     size = min(experiment.training.rows_per_step // experiment.training.accumulation, len(rows))
-    order = sorted(range(len(rows)), key=lambda index: len(rows[index].tokens))
-    buckets, longest = experiment.data.length_buckets, len(rows[order[-1]].tokens)
-    if longest > buckets[-1]:
-        raise ConfigError(
-            f"data.heldout_file={experiment.data.heldout_file!r}: a row has {longest} tokens, and the last of "
-            f"data.length_buckets={buckets} is shorter"
-        )
+    lengths, buckets = [len(row.tokens) for row in rows], experiment.data.length_buckets
+    with naming("data.heldout_file", experiment.data.heldout_file):
+        check_fit(lengths, buckets)
+    order = sorted(range(len(rows)), key=lambda index: lengths[index])
     batches = []
     for first in range(0, len(order) - size + 1, size):
         indices = order[first : first + size]
-        length = _bucket(len(rows[indices[-1]].tokens), buckets)
-        batches.append(collate(rows, indices, length))
+        batches.append(collate(rows, indices, padded_length(lengths[indices[-1]], buckets)))
     return batches
-
-
-def _bucket(length: int, buckets: tuple[int, ...]) -> int:
-    """The padded length of a row."""
-    return buckets[bisect.bisect_left(buckets, length)]
 
 
 def _with_steps(experiment: ExperimentConfig, batches: Batches | PreparedBatches) -> ExperimentConfig:

@@ -7,17 +7,13 @@ before it is complete, so there are no atomics and the result does not depend on
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from dflash_jax.kernels import _tiles, _tpu_layout
 from dflash_jax.kernels import _tpu_program as program
 from dflash_jax.kernels._tpu_layout import Layout
-from dflash_jax.kernels._tpu_program import OVER_FIRST, ROWS_BY_ROWS, dot, has
+from dflash_jax.kernels._tpu_program import OVER_FIRST, ROWS_BY_ROWS, Visit, dot
 
 
 def _row_gradients(scores, values, d_out_RH, stats_ref) -> tuple[jax.Array, jax.Array]:
@@ -33,11 +29,10 @@ def _query_kernel(
     sum_ref,
     *, key_tiles: int, scale: float,
 ):  # fmt: skip
-    visit = pl.program_id(1)
-    kind = kind_ref[visit]
+    visit = Visit(kind_ref, other_ref, key_tiles)
     q_RH, d_out_RH = program.scaled_rows(q_ref, scale), program.rows_of(d_out_ref)
 
-    @pl.when(has(kind, _tiles.FIRST))
+    @visit.first
     def own_slots():
         scores_ER = dot(k_block_ref[...], q_RH, ROWS_BY_ROWS) + bias_ref[...]
         weights_ER, d_scores_ER = _row_gradients(scores_ER, v_block_ref[...], d_out_RH, stats_ref)
@@ -45,20 +40,12 @@ def _query_kernel(
         dv_block_ref[...] = dot(weights_ER, d_out_RH).astype(dv_block_ref.dtype)
         sum_ref[...] = dot(k_block_ref[...], d_scores_ER.astype(q_RH.dtype), OVER_FIRST)
 
+    @visit.keys(k_ref, q_RH, bounds_ref)
     def add_keys(scores_CR):
         _, d_scores_CR = _row_gradients(scores_CR, v_ref[...], d_out_RH, stats_ref)
         sum_ref[...] += dot(k_ref[...], d_scores_CR.astype(q_RH.dtype), OVER_FIRST)
 
-    @pl.when(has(kind, _tiles.WHOLE))
-    def all_keys():
-        add_keys(dot(k_ref[...], q_RH, ROWS_BY_ROWS))
-
-    @pl.when(has(kind, _tiles.PART))
-    def some_keys():
-        scores_CR = dot(k_ref[...], q_RH, ROWS_BY_ROWS)
-        add_keys(program.masked(scores_CR, bounds_ref[...], other_ref[visit] % key_tiles))
-
-    @pl.when(has(kind, _tiles.LAST))
+    @visit.last
     def write():
         dq_ref[...] = (sum_ref[...] * scale).T.reshape(dq_ref.shape).astype(dq_ref.dtype)
 
@@ -70,30 +57,21 @@ def _key_kernel(
     dk_sum_ref, dv_sum_ref,
     *, key_tiles: int, scale: float,
 ):  # fmt: skip
-    visit = pl.program_id(1)
-    kind = kind_ref[visit]
+    visit = Visit(kind_ref, tile_ref, key_tiles)
     q_RH, d_out_RH = program.scaled_rows(q_ref, scale), program.rows_of(d_out_ref)
 
-    @pl.when(has(kind, _tiles.FIRST))
+    @visit.first
     def begin():
         dk_sum_ref[...] = jnp.zeros_like(dk_sum_ref)
         dv_sum_ref[...] = jnp.zeros_like(dv_sum_ref)
 
+    @visit.keys(k_ref, q_RH, bounds_ref)
     def add_rows(scores_CR):
         weights_CR, d_scores_CR = _row_gradients(scores_CR, v_ref[...], d_out_RH, stats_ref)
         dv_sum_ref[...] += dot(weights_CR, d_out_RH)
         dk_sum_ref[...] += dot(d_scores_CR, q_RH)
 
-    @pl.when(has(kind, _tiles.WHOLE))
-    def all_keys():
-        add_rows(dot(k_ref[...], q_RH, ROWS_BY_ROWS))
-
-    @pl.when(has(kind, _tiles.PART))
-    def some_keys():
-        scores_CR = dot(k_ref[...], q_RH, ROWS_BY_ROWS)
-        add_rows(program.masked(scores_CR, bounds_ref[...], tile_ref[visit] % key_tiles))
-
-    @pl.when(has(kind, _tiles.LAST))
+    @visit.last
     def write():
         dk_ref[...] = dk_sum_ref[...].astype(dk_ref.dtype)
         dv_ref[...] = dv_sum_ref[...].astype(dv_ref.dtype)
@@ -137,36 +115,26 @@ def backward(q, k_block, v_block, k_context, v_context, starts, ends, out, lse_B
 def _query_call(dtype, to: Layout, scale: float, count: jax.Array):
     own, bias, keys = program.own_side(to), program.fixed(to.slots, to.rows), program.other_side(to).keys()
     rows, slots = own.rows(), own.slots()
-    return pl.pallas_call(
-        functools.partial(_query_kernel, key_tiles=to.key_tiles, scale=scale),
-        out_shape=[
+    return program.over_visits(
+        *(_query_kernel, to, scale, count),
+        name="block_attention_backward_queries",
+        reads=[rows, slots, slots, bias, own.bounds(), rows, own.stats(2), keys, keys],
+        writes=[rows, slots, slots],
+        results=[
             jax.ShapeDtypeStruct((to.K, to.G, to.all_slots, to.H), dtype),
             *[jax.ShapeDtypeStruct((to.K, to.all_slots, to.H), dtype)] * 2,
         ],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=(to.K, count),
-            in_specs=[rows, slots, slots, bias, own.bounds(), rows, own.stats(2), keys, keys],
-            out_specs=[rows, slots, slots],
-            scratch_shapes=[pltpu.VMEM((to.H, to.rows), jnp.float32)],
-        ),
-        compiler_params=program.compiler_params(),
-        name="block_attention_backward_queries",
+        sums=[(to.H, to.rows)],
     )
 
 
 def _key_call(dtype, to: Layout, scale: float, count: jax.Array):
     read, keys = program.other_side(to), program.own_side(to).keys()
-    return pl.pallas_call(
-        functools.partial(_key_kernel, key_tiles=to.key_tiles, scale=scale),
-        out_shape=[jax.ShapeDtypeStruct((to.K, to.all_keys, to.H), dtype)] * 2,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=(to.K, count),
-            in_specs=[read.rows(), read.bounds(), read.rows(), read.stats(2), keys, keys],
-            out_specs=[keys, keys],
-            scratch_shapes=[pltpu.VMEM((to.keys, to.H), jnp.float32)] * 2,
-        ),
-        compiler_params=program.compiler_params(),
+    return program.over_visits(
+        *(_key_kernel, to, scale, count),
         name="block_attention_backward_context",
+        reads=[read.rows(), read.bounds(), read.rows(), read.stats(2), keys, keys],
+        writes=[keys, keys],
+        results=[jax.ShapeDtypeStruct((to.K, to.all_keys, to.H), dtype)] * 2,
+        sums=[(to.keys, to.H)] * 2,
     )

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from dflash_jax.kernels import _tiles, _tpu_layout
 from dflash_jax.kernels import _tpu_program as program
 from dflash_jax.kernels._tpu_layout import Layout
-from dflash_jax.kernels._tpu_program import OVER_FIRST, ROWS_BY_ROWS, dot, has
+from dflash_jax.kernels._tpu_program import OVER_FIRST, ROWS_BY_ROWS, Visit, dot
 
 
 def _kernel(
@@ -22,11 +18,10 @@ def _kernel(
     top_ref, total_ref, mixed_ref,
     *, key_tiles: int, scale: float,
 ):  # fmt: skip
-    visit = pl.program_id(1)
-    kind = kind_ref[visit]
+    visit = Visit(kind_ref, other_ref, key_tiles)
     q_RH = program.scaled_rows(q_ref, scale)
 
-    @pl.when(has(kind, _tiles.FIRST))
+    @visit.first
     def own_slots():
         scores_ER = dot(k_block_ref[...], q_RH, ROWS_BY_ROWS) + bias_ref[...]
         top_1R = scores_ER.max(0, keepdims=True)
@@ -35,6 +30,7 @@ def _kernel(
         total_ref[...] = weights_ER.sum(0, keepdims=True)
         mixed_ref[...] = dot(v_block_ref[...], weights_ER.astype(q_RH.dtype), OVER_FIRST)
 
+    @visit.keys(k_ref, q_RH, bounds_ref)
     def add_keys(scores_CR):
         top_1R = jnp.maximum(top_ref[...], scores_CR.max(0, keepdims=True))
         shrink_1R = jnp.exp(top_ref[...] - top_1R)
@@ -44,16 +40,7 @@ def _kernel(
         mixed_HR = dot(v_ref[...], weights_CR.astype(q_RH.dtype), OVER_FIRST)
         mixed_ref[...] = mixed_ref[...] * shrink_1R + mixed_HR
 
-    @pl.when(has(kind, _tiles.WHOLE))
-    def all_keys():
-        add_keys(dot(k_ref[...], q_RH, ROWS_BY_ROWS))
-
-    @pl.when(has(kind, _tiles.PART))
-    def some_keys():
-        scores_CR = dot(k_ref[...], q_RH, ROWS_BY_ROWS)
-        add_keys(program.masked(scores_CR, bounds_ref[...], other_ref[visit] % key_tiles))
-
-    @pl.when(has(kind, _tiles.LAST))
+    @visit.last
     def write():
         real_1R = bounds_ref[2:3] > 0
         out_HR = jnp.where(real_1R, mixed_ref[...] / total_ref[...], 0.0)
@@ -85,24 +72,14 @@ def forward(q, k_block, v_block, k_context, v_context, starts, ends, mask, scale
 def _call(dtype, to: Layout, scale: float, count: jax.Array):
     own, bias, keys = program.own_side(to), program.fixed(to.slots, to.rows), program.other_side(to).keys()
     rows, slots = own.rows(), own.slots()
-    grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=3,
-        grid=(to.K, count),
-        in_specs=[rows, slots, slots, bias, own.bounds(), keys, keys],
-        out_specs=[rows, own.stats(1)],
-        scratch_shapes=[
-            pltpu.VMEM((1, to.rows), jnp.float32),
-            pltpu.VMEM((1, to.rows), jnp.float32),
-            pltpu.VMEM((to.H, to.rows), jnp.float32),
-        ],
-    )
-    return pl.pallas_call(
-        functools.partial(_kernel, key_tiles=to.key_tiles, scale=scale),
-        out_shape=[
+    return program.over_visits(
+        *(_kernel, to, scale, count),
+        name="block_attention_forward",
+        reads=[rows, slots, slots, bias, own.bounds(), keys, keys],
+        writes=[rows, own.stats(1)],
+        results=[
             jax.ShapeDtypeStruct((to.K, to.G, to.all_slots, to.H), dtype),
             jax.ShapeDtypeStruct((to.K, to.B * to.query_tiles, 1, to.rows), jnp.float32),
         ],
-        grid_spec=grid,
-        compiler_params=program.compiler_params(),
-        name="block_attention_forward",
+        sums=[(1, to.rows), (1, to.rows), (to.H, to.rows)],
     )

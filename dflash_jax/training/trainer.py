@@ -19,7 +19,7 @@ from tqdm import tqdm
 from dflash_jax.checkpoints.export import CHECKPOINTS, MADE_WITH, METRICS
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, export_drafter
 from dflash_jax.checkpoints.training_state import TrainingCheckpoints
-from dflash_jax.config import PARTS, ConfigError, ExperimentConfig
+from dflash_jax.config import ConfigError, ExperimentConfig
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.pipeline import Batches
 from dflash_jax.models.drafter import Drafter
@@ -30,6 +30,7 @@ from dflash_jax.training.features import FeatureSource, OnlineFeatures
 from dflash_jax.training.flops import drafter_flops, feature_flops, peak_flops
 from dflash_jax.training.metrics import BlockSums, report, zero_sums
 from dflash_jax.training.run_record import Profile, write_record
+from dflash_jax.training.same_run import check_same_run
 from dflash_jax.training.setup import narrower, optimizer_of, step_settings
 from dflash_jax.training.step import (
     Batch,
@@ -86,7 +87,7 @@ class Trainer:
         *,
         features: FeatureSource,
         tables: VocabularyTables,
-        data_fingerprint: str = "",
+        data_fingerprints: Mapping[str, str] | None = None,
         made_with: Mapping[str, Any] | None = None,
     ):
         """Prepares a run; `run` starts it, or goes on with the one in the experiment's directory.
@@ -97,7 +98,8 @@ class Trainer:
             batches: endless; one batch is one step.
             evaluate: see Evaluate; None: the drafter of the last step is the one exported.
             features, tables: what the target gives to a step, of the batch and for good.
-            data_fingerprint: tells the rows apart; a run goes on with the rows it began with.
+            data_fingerprints: fields that name rows → what tells these apart; a run goes on with the rows it began
+                with, wherever they lie.
             made_with: what is written beside an exported drafter, as MADE_WITH.
 
         Raises:
@@ -109,7 +111,7 @@ class Trainer:
         self.experiment, self.target, self.drafter_config = experiment, target, drafter_config
         self.batches, self.evaluate = batches, evaluate
         self.made_with = dict(made_with or {})
-        self.inputs = {"model.target": target.fingerprint, "data.train_file": data_fingerprint}
+        self.inputs = {"model.target": target.fingerprint, **(data_fingerprints or {})}
         self.directory = _made(experiment.checkpoint.directory)
         self.settings = step_settings(experiment, drafter_config)
         logger.info("loss decay gamma %s, compute dtype %s", self.settings.gamma, self.settings.compute_dtype)
@@ -292,7 +294,8 @@ class Trainer:
             _forget_after(self.metrics_file, 0)
             return
         position = self.checkpoints.restore_position(newest)
-        _check_same_run(position, self.experiment, self.inputs, self.directory)
+        for change in check_same_run(position, self.experiment, self.inputs, self.directory):
+            logger.info("%s", change)
         _forget_after(self.metrics_file, newest)
         self.state = self.checkpoints.restore(newest, self.state)
         self.batches.set_state(position["batches"])
@@ -316,32 +319,6 @@ class Trainer:
         if self.best is None:
             self._export()
         return Outcome(self.drafter_dir, self.best, self.step, int(self.state.skipped))
-
-
-# A resumed run may change these; everything else decides what the run is.
-_FREE_PARTS = ("logging", "evaluation", "checkpoint", "mesh")
-_FREE_FIELDS = ("training.time_limit_minutes", "training.remat", "training.scan_layers")
-
-
-def _check_same_run(saved: dict, experiment: ExperimentConfig, inputs: dict[str, str], directory: Path) -> None:
-    """Raises ConfigError naming every field in which the run in `directory` differs from the one asked for."""
-    current = json.loads(json.dumps(dataclasses.asdict(experiment)))  # tuples become lists, as in the file
-    # What the version that saved it did not know yet, it did as the default says.
-    defaults = json.loads(json.dumps({name: dataclasses.asdict(part()) for name, part in PARTS.items()}))
-    before = {part: fields | saved["experiment"][part] for part, fields in defaults.items()}
-    differing = [
-        f"{part}.{name}: {before[part][name]!r} there, {value!r} now"
-        for part, fields in current.items()
-        for name, value in fields.items()
-        if part not in _FREE_PARTS and f"{part}.{name}" not in _FREE_FIELDS
-        if before[part][name] != value
-    ]
-    differing += [f"{name}: its content has changed" for name in inputs if saved["inputs"][name] != inputs[name]]
-    if differing:
-        raise ConfigError(
-            f"{directory} holds a run with other settings ({'; '.join(differing)}); "
-            "choose another checkpoint.directory, or use the settings of that run"
-        )
 
 
 def _made(directory: str) -> Path:

@@ -1,0 +1,26 @@
+"""A memory of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Recent(Generic[T]):
+    """Keeps the values of the keys that were asked for last, at most so many of them, and makes others anew."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._values: dict[Hashable, T] = {}  # the one that was asked for last at the end
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of the key, `make()` where none is known."""
+        value = self._values[key] = self._values.pop(key) if key in self._values else make()
+        if len(self._values) > self._most:
+            del self._values[next(iter(self._values))]
+        return value
