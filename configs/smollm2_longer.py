@@ -13,6 +13,8 @@ def get_config():
     """The settings of the quickstart, with more rows, larger steps and more of them."""
     config = quickstart()
     config.data.max_rows = None
+    config.data.max_length = 256
+    config.data.length_buckets = (192, 256)
     config.training.steps = 2100
     config.training.narrow_steps = 600
     config.training.rows_per_step = 4
@@ -23,4 +25,6 @@ def get_config():
     config.checkpoint.every_steps = 350
     config.evaluation.every_steps = 350
     config.evaluation.decode_every_steps = 350
+    config.evaluation.decode_prompts = 32
+    config.evaluation.decode_batch_size = 16
     return config
