@@ -23,9 +23,9 @@ def get_config():
     config.data.heldout_file = "configs/data/smollm2_docstrings.heldout.jsonl.gz"
     config.data.max_length = 192  # answers end there: the target's pass over the rows is the largest cost
     config.data.length_buckets = (192,)
-    config.data.max_rows = 480
-    config.training.steps = 600
-    config.training.narrow_steps = 370
+    config.data.max_rows = 520
+    config.training.steps = 660
+    config.training.narrow_steps = 410
     config.training.narrow_width = 3
     config.training.rows_per_step = 2
     config.training.anchors_per_row = 16
@@ -38,7 +38,7 @@ def get_config():
     config.training.feature_cache = "memory"
     config.checkpoint.directory = "runs/smollm2_quickstart"
     config.checkpoint.every_steps = 250
-    config.evaluation.every_steps = 300
+    config.evaluation.every_steps = 330
     config.evaluation.rows = 32
     config.evaluation.anchors_per_row = 16
     config.evaluation.decode_prompts = 16
