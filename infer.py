@@ -75,6 +75,7 @@ def _run() -> bool:
             raise ValueError(f"target {target.source} has no tokenizer; --raw can't encode text")
         prompt = target.tokenizer.encode(FLAGS.prompt)
     text = stream(target, prompt, drafter=drafter, width=width, **options)
+    print("compiling …", file=sys.stderr, flush=True)
     for piece in text:
         print(piece, end="", flush=True)
     print()
@@ -82,6 +83,7 @@ def _run() -> bool:
         return True
     if text.stats is not None:
         print(f"\nabove: {text.stats.compile_seconds:.1f} s compiling, the rest {text.stats.run_seconds:.1f} s")
+    print("comparing: both ways are compiled, then timed …", file=sys.stderr, flush=True)
     comparison = compare(target, prompt, drafter, width=width, **options)
     print(f"\n{comparison.table()}")
     return comparison.same

@@ -7,6 +7,7 @@ first wrong value with a traceback, and know no None.
 from __future__ import annotations
 
 import contextlib
+import re
 import runpy
 import sys
 import traceback
@@ -87,7 +88,8 @@ def parsed_flags(argv: Sequence[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
-        exit_with(error)
+        missing = re.search(r"[fF]lag --(\w+) must have a value other than None", str(error))
+        exit_with(ValueError(f"--{missing[1]} is missing") if missing else error)
     if len(rest) > 1:
         exit_with(ValueError(f"unknown arguments: {' '.join(rest[1:])}; every setting is a --flag=value"))
     return rest

@@ -50,7 +50,8 @@ from dflash_jax.training.step import (
     train_step,
 )
 
-SHAPES = Path("configs/targets")  # config.json of targets by hub id, for machines that can't reach the hub
+# config.json of targets by hub id, for machines that can't reach the hub
+SHAPES = Path(__file__).parent.parent / "configs" / "targets"
 PROGRAMS = ("features", "step", "decode")
 ROOM = 0.95  # of a device's memory: the rest is the runtime's
 

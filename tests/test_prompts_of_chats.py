@@ -33,7 +33,13 @@ def test_chats_are_rendered_with_all_their_turns():
 
 
 @pytest.mark.parametrize(
-    ("message", "named"), [({"role": "user"}, "'role': 'user'"), ("And?", "'And[?]'"), (7, "=7 must be a message")]
+    ("message", "named"),
+    [
+        ({"role": "user"}, "'role': 'user'"),
+        ("And?", "'And[?]'"),
+        (7, "=7 must be a message"),
+        ({"role": "user", "content": None}, "content=None must be a string"),
+    ],
 )
 def test_what_is_no_message_is_named(message, named):
     with pytest.raises(ValueError, match=rf"prompts\[1\]\[4\].*{named}"):

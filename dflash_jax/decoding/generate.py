@@ -149,11 +149,12 @@ def stream(target, prompt: Prompt, **options) -> Stream:
     Raises:
         ValueError: as `generate`, and when the target has no tokenizer.
     """
-    if target.tokenizer is None:
-        raise ValueError(f"target {target.source} has no tokenizer to stream text with; use generate")
     names = [option.name for option in dataclasses.fields(Options)]
     unknown = set(options) - set(names)
     if unknown:
         raise ValueError(f"stream takes no {', '.join(sorted(unknown))}; it takes {', '.join(names)}")
     clock = Clock()
-    return Stream(checked_request(target, [prompt], Options(**options)), target.tokenizer, clock)
+    request = checked_request(target, [prompt], Options(**options))
+    if target.tokenizer is None:
+        raise ValueError(f"target {target.source} has no tokenizer to stream text with; use generate")
+    return Stream(request, target.tokenizer, clock)

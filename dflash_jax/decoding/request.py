@@ -7,6 +7,7 @@ import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -70,6 +71,11 @@ def checked_request(target, prompts, options: Options) -> Request:
     """
     if isinstance(prompts, str):
         raise ValueError("prompts is one string; pass a list of prompts")
+    if len(prompts) and all(isinstance(prompt, Mapping) for prompt in prompts):
+        raise ValueError("prompts is one chat; pass a list of chats, [chat]")
+    for name, given in (("target", target), ("drafter", options.drafter)):
+        if isinstance(given, str | PathLike):
+            raise ValueError(f"{name}={str(given)!r} is a name; pass what load_{name} makes of it")
     drafter = NoDrafter() if options.drafter is None else options.drafter.model
     width, sampling = checked_options(options, len(prompts), drafter.max_width)
     ids = [_token_ids(target, prompt, index) for index, prompt in enumerate(prompts)]
@@ -230,6 +236,8 @@ def _rendered(tokenizer, messages: Sequence, index: int) -> list[int]:
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise ValueError(f"prompts[{index}][{place}]={message!r} must be a message with a role and a content")
+        if not isinstance(message["content"], str):
+            raise ValueError(f"prompts[{index}][{place}]: content={message['content']!r} must be a string")
     return render(tokenizer, messages, add_generation_prompt=True)
 
 
