@@ -218,7 +218,9 @@ def export_drafter(
     out_dir = Path(out_dir)
     present = [name for name in ("config.json", SINGLE_FILE) if (out_dir / name).exists()]
     if present and not overwrite:
-        raise CheckpointError(f"{out_dir} already has {' and '.join(present)}; choose another folder, or allow it with overwrite")
+        raise CheckpointError(
+            f"{out_dir} already has {' and '.join(present)}; choose another folder, or allow it with overwrite"
+        )
     tensors = collect(drafter, drafter_entries(config), dtype=dtype)
     if jax.process_index() > 0:
         return out_dir
