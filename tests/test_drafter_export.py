@@ -10,6 +10,7 @@ import pytest
 import torch
 from flax import nnx
 from safetensors.numpy import load_file
+from small_models import randomized
 from torch_drafter import TorchDrafter
 
 from dflash_jax.checkpoints.huggingface import export_drafter, load_drafter, load_target
@@ -84,11 +85,3 @@ def test_random_drafters_with_windows_and_causality_survive_export(is_causal, tm
         hidden_BWD, logits_BWV = draft(model, target.model, taps_BTF, 19, block_BW)
         np.testing.assert_allclose(hidden_BWD, hidden, atol=TOLERANCE)
         np.testing.assert_allclose(logits_BWV, logits, atol=TOLERANCE)
-
-
-def randomized(drafter: Drafter) -> Drafter:
-    """Every parameter away from its initial value: norms that stay at one would hide a swapped name."""
-    leaves, treedef = jax.tree.flatten(drafter)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    noisy = [x + 0.1 * jax.random.normal(key, x.shape, x.dtype) for x, key in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(treedef, noisy)

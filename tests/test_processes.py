@@ -99,7 +99,7 @@ def test_two_processes_train_on_stored_features_as_one_does_online(folder, alone
 
 
 @pytest.mark.long
-def test_what_two_processes_saved_is_exported_by_one(folder, alone):
+def test_what_two_processes_saved_is_exported_by_one(folder, alone, caplog):
     directory = folder / "two"
     out = export_checkpoint(directory, folder / "exported", dtype="float32")
     for name in ("model.safetensors", "config.json", "training.json"):
@@ -114,6 +114,9 @@ def test_what_two_processes_saved_is_exported_by_one(folder, alone):
     assert json.loads((named / "config.json").read_text())["speculators_config"]["verifier"]["name_or_path"] == (
         "some/target"
     )
+    assert not caplog.text
+    export_checkpoint(directory, folder / "unnamed", layout="speculators")
+    assert "target' is no hub id" in caplog.text
     with pytest.raises(CheckpointError, match="verifier='some/target': the layout z-lab names no target"):
         export_checkpoint(directory, folder / "other", verifier="some/target")
     with pytest.raises(CheckpointError, match="already has"):

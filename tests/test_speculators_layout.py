@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from checkpoint_folders import rewrite, same_parameters, set_config
 
+from dflash_jax.checkpoints.export import is_hub_id
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, export_drafter, load_drafter, load_target
 from dflash_jax.checkpoints.safetensors_io import CheckpointError, read_independently
 from dflash_jax.models.family import ConfigError, drafter_config_to_dict, parse_drafter_config, to_speculators
@@ -115,6 +116,39 @@ def test_causality_is_kept_or_refused(drafter, layer_types, is_causal, switch):
 
 
 @pytest.mark.parametrize(
+    ("kind", "is_causal", "non_causal", "causal"),
+    [
+        ("full_attention", False, False, False),
+        ("full_attention", False, True, False),
+        ("sliding_attention", False, True, False),
+        ("sliding_attention", True, False, True),
+        ("sliding_attention", False, False, None),
+        ("sliding_attention", True, True, None),
+        ("full_attention", True, False, None),
+    ],
+)
+def test_two_switches_for_causality_have_to_agree(drafter, kind, is_causal, non_causal, causal):
+    """The library's converter leaves is_causal among the decoder's fields, where vLLM alone reads it."""
+    fields = {"num_layers": 2, "layer_types": (kind, kind), "sliding_window": 8, "is_causal": False}
+    written = to_speculators(drafter_config_to_dict(dataclasses.replace(drafter.config, **fields)), verifier=TARGET)
+    written["sliding_window_non_causal"] = non_causal
+    written["transformer_layer_config"]["is_causal"] = is_causal
+    if causal is None:
+        with pytest.raises(ConfigError, match=f"is_causal {is_causal} contradicts sliding_window_non_causal"):
+            parse_drafter_config(written)
+        return
+    assert {parse_drafter_config(written).layer_is_causal(layer) for layer in range(2)} == {causal}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_whether_the_target_is_tied_stands_among_the_decoders_fields(drafter, tied):
+    """The library writes false at the top level in either case."""
+    config = dataclasses.replace(drafter.config, tie_word_embeddings=tied)
+    written = to_speculators(drafter_config_to_dict(config), verifier=TARGET)
+    assert parse_drafter_config(written | {"tie_word_embeddings": False}).tie_word_embeddings is tied
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"speculators_model_type": "eagle3"}, "speculators_model_type 'eagle3' is not supported"),
@@ -144,3 +178,11 @@ def test_the_target_has_to_be_named(drafter, tmp_path):
     with pytest.raises(CheckpointError, match="names the target; set verifier"):
         export_drafter(drafter.model, drafter.config, tmp_path / "out", layout="speculators")
     assert not list(tmp_path.iterdir())
+
+
+def test_names_of_targets_that_a_server_takes(tmp_path, monkeypatch):
+    assert is_hub_id("Qwen/Qwen3-8B")
+    assert not any(map(is_hub_id, ["target", "runs/mine/target", "/models/target", "../target"]))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+    assert not is_hub_id("Qwen/Qwen3-8B")

@@ -6,7 +6,7 @@
 Needs neither the target nor the devices that the run had. Beside config.json and model.safetensors it writes
 training.json (what the drafter was trained for and on) and README.md, a model card. The layout "z-lab" is that of
 released drafters, "speculators" that of the library of this name, from which `vllm serve FOLDER` knows the target too:
---verifier says where vLLM finds it, unless the run's name for it does.
+--verifier is its hub id, unless the run's name for it is. Commands for servers are in docs/serving.md.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any, get_args
 
 from absl import flags, logging
 from flax import nnx
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from dflash_jax.checkpoints.huggingface import Layout, export_drafter
 from dflash_jax.checkpoints.safetensors_io import CheckpointError
@@ -79,11 +81,22 @@ def export_checkpoint(
     drafter = checkpoints.restore_part(chosen, "drafter", drafter)
     made_with = position["made_with"]
     named = (verifier or made_with["target"]) if layout == "speculators" else None
+    if named and not is_hub_id(named):
+        logging.warning("verifier %r is no hub id, org/name; `vllm serve %s` needs one: docs/serving.md", named, out)
     out = export_drafter(drafter, config, out, dtype=dtype, overwrite=overwrite, layout=layout, verifier=named)
     (out / MADE_WITH).write_text(json.dumps(made_with, indent=2) + "\n", encoding="utf-8")
     card = model_card(config, position, chosen, acceptance_of(folder.parent / METRICS, chosen))
     (out / "README.md").write_text(card, encoding="utf-8")
     return out
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is org/name and no folder that is here: what vLLM can take from a drafter's file as its target."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name and not Path(name).exists()
 
 
 def acceptance_of(metrics: Path, step: int) -> float | None:
@@ -132,7 +145,7 @@ def _define_flags() -> None:
     flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16"], "Of the weights.")
     flags.DEFINE_bool("overwrite", False, "Replace a drafter and a README.md that are there already.")
     flags.DEFINE_enum("layout", "z-lab", get_args(Layout), "Of config.json.")
-    flags.DEFINE_string("verifier", None, "Hub id or folder of the target in the speculators layout.")
+    flags.DEFINE_string("verifier", None, "Hub id of the target, for the speculators layout.")
 
 
 def main() -> None:

@@ -203,7 +203,7 @@ def export_drafter(
         overwrite: whether a drafter already there may be replaced.
         layout: of config.json: "z-lab", which vLLM, SGLang and the reference load, or "speculators", which vLLM and
             the library of that name load. The tensors are the same.
-        verifier: for "speculators", what the file calls its target: a hub id, or a folder where it will be served.
+        verifier: for "speculators", what the file calls its target: a hub id, or a folder, which vLLM doesn't take.
 
     Returns:
         The folder.

@@ -65,7 +65,8 @@ def from_speculators(config: Mapping[str, Any], *, num_target_layers: int | None
         num_target_layers: layers of the target, where config.json doesn't say.
 
     Raises:
-        ConfigError: it is of another algorithm than DFlash, or taps are not counted from 1.
+        ConfigError: it is of another algorithm than DFlash, taps are not counted from 1, or its two switches for
+            causality contradict each other.
     """
     decoder = config.get("transformer_layer_config") or {}
     fields = Fields(("", config), ("transformer_layer_config.", decoder))
@@ -85,6 +86,27 @@ def from_speculators(config: Mapping[str, Any], *, num_target_layers: int | None
         **rest,
         "target_layer_ids": [layer - 1 for layer in entered],
         "num_target_layers": config.get("num_target_layers", num_target_layers),
-        # without a word, sliding layers are causal and full ones are not, there as here
-        "is_causal": False if fields.boolean("sliding_window_non_causal", default=False) else None,
+        # at the top level the library sets it to false, whatever the target does
+        "tie_word_embeddings": decoder.get("tie_word_embeddings"),
+        "is_causal": _causality(fields, Fields(("transformer_layer_config.", decoder))),
     }
+
+
+def _causality(fields: Fields, decoder: Fields) -> bool | None:
+    """False where no layer is causal inside the block; None where sliding layers are, and full ones are not.
+
+    The converter of the library keeps is_causal of a z-lab config.json among the decoder's fields and doesn't look at
+    it. vLLM follows it, in all layers.
+    """
+    non_causal = fields.boolean("sliding_window_non_causal", default=False)
+    if decoder.find("is_causal"):
+        is_causal = decoder.boolean("is_causal", default=False)
+        guess = ("sliding_attention" if fields.get("use_sliding_window") else "full_attention",)
+        kinds = fields.optional_strings("layer_types") or guess
+        if {kind == "sliding_attention" and not non_causal for kind in kinds} != {is_causal}:
+            raise ConfigError(
+                f"transformer_layer_config.is_causal {is_causal} contradicts sliding_window_non_causal {non_causal} in "
+                f"layers {sorted(set(kinds))}: vLLM follows the former, the speculators library the latter; correct "
+                "the one that is wrong, or remove is_causal"
+            )
+    return False if non_causal else None
