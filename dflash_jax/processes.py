@@ -158,7 +158,7 @@ class StopRequest:
             signal.signal(*self._before.popitem())
 
     def _interrupted(self, *_) -> None:
-        """Does at the first SIGINT what SIGTERM does; a second one is for the system, which does not wait for Python."""
+        """Does at the first SIGINT what SIGTERM does; a second one is for the system, which waits for nothing."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.write(2, b"\nstopping after this step; Ctrl-C again ends at once, and nothing is saved\n")
         os.kill(os.getpid(), signal.SIGTERM)

@@ -209,4 +209,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     define_flags()
-    run_command(main)
+    run_command(main, goes_on=True)
