@@ -4,16 +4,17 @@
     python train.py --config configs/smollm2_quickstart.py --config.optimizer.learning_rate=1e-3
 
 The run's directory (config.checkpoint.directory) holds checkpoints/, metrics.jsonl and drafter/, the exported drafter
-with the highest acceptance length so far. The same command again resumes a run that was cut short; SIGTERM makes it
-save a checkpoint first. On several hosts start it once on each: docs/clusters.md.
+with the highest acceptance length so far. The same command again resumes a run that was cut short; SIGTERM or Ctrl-C
+makes it save a checkpoint first. On several hosts start it once on each: docs/clusters.md.
 """
 
 import logging
 import sys
 
-from dflash_jax.cli import exit_with, experiment_from_flags
+from dflash_jax.cli import ending_when_interrupted, exit_with, experiment_from_flags
 
 
+@ending_when_interrupted()
 def main(argv: list[str]) -> None:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> None:
     from dflash_jax.evaluation.training_run import train
     from dflash_jax.processes import ending_at_once, is_first, join
 
-    with ending_at_once():
+    with ending_at_once(), ending_when_interrupted():
         try:
             join()
             if not is_first():

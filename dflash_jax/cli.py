@@ -76,11 +76,29 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
     return config.to_dict()
 
 
-def run_command(main: Callable[[], object]) -> None:
+def run_command(main: Callable[[], object], *, goes_on: bool = False) -> None:
     """Runs a command whose flags absl has been told of. Flags that are wrong, and arguments that are none, end it as
-    `exit_with` does."""
+    `exit_with` does, and Ctrl-C as `ending_when_interrupted` does."""
 
-    app.run(lambda argv: main(), flags_parser=parsed_flags)
+    def interruptible(argv: list[str]) -> None:
+        with ending_when_interrupted(goes_on=goes_on):
+            main()
+
+    app.run(interruptible, flags_parser=parsed_flags)
+
+
+@contextlib.contextmanager
+def ending_when_interrupted(*, goes_on: bool = False) -> Iterator[None]:
+    """Ctrl-C in here ends the program with one line and status 130, as shells have it, without a traceback.
+
+    Args:
+        goes_on: whether the same command, given again, goes on where this one stopped.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted" + "; the same command goes on where it stopped" * goes_on, file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def parsed_flags(argv: Sequence[str]) -> list[str]:

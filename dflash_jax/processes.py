@@ -133,25 +133,35 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Whether the run was asked to end soon, by SIGTERM, as clusters do before they take machines away.
+    """Whether the run was asked to end soon: by SIGTERM, as clusters do before they take machines away, or by Ctrl-C.
 
-    A context manager: outside it, the signal does what it did before.
+    A second Ctrl-C ends the process there and then. A context manager: outside it, the signals do what they did before.
     """
 
     def __init__(self):
         self._asked = threading.Event()
-        self._before = None
+        self._before: dict[int, Any] = {}
         self._looks = 0
 
     def __enter__(self) -> StopRequest:
-        # Of several processes, JAX's service takes the signal and finds a look that all have still before them.
-        if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, lambda *_: self._asked.set())
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        # Of several processes, JAX's service takes SIGTERM and finds a look that all have still before them.
+        if jax.process_count() == 1:
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda *_: self._asked.set())
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # which shells set for what they start with &
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupted)
         return self
 
     def __exit__(self, *error) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _interrupted(self, *_) -> None:
+        """Does at the first SIGINT what SIGTERM does; a second one is for the system, which waits for nothing."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this step; Ctrl-C again ends at once, and nothing is saved\n")
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def check(self) -> None:
         """Of several processes, all have to call this the same number of times, and all get the same answer.

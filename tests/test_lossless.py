@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -46,6 +47,22 @@ def test_the_first_difference_is_found_with_its_margin(monkeypatch):
     assert wrong.margin == pytest.approx(best - second, abs=1e-4)
     text = lossless.report([short, wrong], 5, epsilon=wrong.margin / 2)
     assert "prompt 3: new token 4" in text and "ABOVE EPSILON" in text and "3 of 5 prompts identical" in text
+
+
+def test_a_width_beyond_the_trained_one_is_refused_before_anything_is_decoded(monkeypatch):
+    drafter = random_drafter(TARGET.config)
+    monkeypatch.setattr(lossless, "generate", lambda *_, **__: pytest.fail("decoded"))
+    with pytest.raises(ValueError, match="width=9 must be 'adaptive' or between 1 and"):
+        lossless.differences(TARGET, drafter, PROMPTS, **OPTIONS | {"width": 9})
+
+
+def test_more_new_tokens_than_the_context_holds_are_refused(monkeypatch):
+    monkeypatch.setattr("dflash_jax.checkpoints.huggingface.load_target", lambda *_, **__: TARGET)
+    monkeypatch.setattr("dflash_jax.checkpoints.huggingface.load_drafter", lambda *_, **__: pytest.fail("loaded"))
+    context = TARGET.config.max_position_embeddings
+    flag = types.SimpleNamespace(target="t", drafter="d", dtype="float32", max_new_tokens=context)
+    with pytest.raises(ValueError, match=f"--max_new_tokens={context}: must be below {context}, the context that"):
+        lossless._run(flag)
 
 
 def test_wrong_files_end_with_status_2():

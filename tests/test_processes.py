@@ -22,6 +22,28 @@ from dflash_jax.processes import HEARTBEAT_SECONDS, join
 STEPS = 80
 
 
+TWICE = """
+import os, signal, sys, train
+from dflash_jax.training.trainer import Trainer
+
+def interrupt(self):
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("went on")
+
+Trainer._advance = interrupt
+train.main(sys.argv)
+"""
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """SIGINT as a terminal's user has it: a shell's background jobs ignore it, and what they start does so too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, compiled_programs) -> Path:
     """Holds target and chats. Half of these have no anchor, so with a row each, a process often has nothing to add."""
@@ -132,18 +154,35 @@ def test_what_two_processes_saved_is_exported_by_one(folder, alone, caplog):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
-def test_asked_to_stop_all_save_one_step_and_any_number_goes_on(folder, alone, before, after):
-    directory = folder / f"from_{before}_to_{after}"
+@pytest.mark.parametrize(
+    ("sent", "before", "after"),
+    [
+        (signal.SIGTERM, 2, 1),
+        pytest.param(signal.SIGTERM, 1, 2, marks=pytest.mark.slow),
+        (signal.SIGINT, 1, 1),
+        pytest.param(signal.SIGINT, 2, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_asked_to_stop_all_save_one_step_and_any_number_goes_on(folder, alone, sent, before, after):
+    directory = folder / f"{sent.name}_from_{before}_to_{after}"
     file = config(folder, directory)
     running = start(file, before)
     wait_for_a_checkpoint(directory)
     for process in running:
-        process.send_signal(signal.SIGTERM)
-    assert "asked to stop" in ended(running)[0]
+        process.send_signal(sent)
+    said = ended(running)
+    assert "asked to stop" in said[0] and "Traceback" not in "".join(said)
     assert 0 < saved_steps(directory)[-1] < STEPS and not (directory / "drafter").exists()
     ended(start(file, after))
     assert_same_drafter(directory, alone)
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(folder):
+    directory = folder / "twice"
+    (running,) = start(config(folder, directory), 1, program=["-c", TWICE])
+    said, _ = running.communicate(timeout=200)
+    assert running.returncode == -signal.SIGINT and "went on" not in said, said
+    assert "Ctrl-C again ends at once" in said and "Traceback" not in said
 
 
 @pytest.mark.slow

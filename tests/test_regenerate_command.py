@@ -207,6 +207,7 @@ def test_a_wrong_flag_is_one_message(target, basic, tmp_path):
         (["--template_arguments=[1]"], "not a JSON object"),
         (["--out=chats.csv"], "--out=chats.csv is not a .jsonl"),
         (["--batch_size=0"], "batch_size"),
+        (["--max_new_tokens=90000"], "--max_new_tokens=90000: must be below "),
         (["--top_p=1.5"], "--top_p=1.5 must be above 0"),
         (["--width=2"], "--width needs --drafter"),
         (["--width=wide", "--drafter=d"], "--width=wide: give a number"),

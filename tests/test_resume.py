@@ -77,8 +77,17 @@ def test_twenty_steps_are_ten_and_a_fresh_process_for_ten_more(folder, whole, tm
     assert exported[0] == exported[1]
 
 
-def test_asked_to_stop_it_saves_and_goes_on_later(folder, whole, tmp_path):
-    """SIGTERM after some step, as clusters send it before they take a machine away."""
+@pytest.fixture
+def ctrl_c():
+    """SIGINT as a terminal's user has it: a shell's background jobs ignore it, and what they start does so too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_it_saves_and_goes_on_later(folder, whole, tmp_path, ctrl_c, sent):
+    """SIGTERM after some step, as clusters send it before they take a machine away, or Ctrl-C."""
     cache = whole.experiment.training.feature_cache
     trainer = prepared(folder, tmp_path, training__feature_cache=cache, checkpoint__every_steps=0)
     batches = trainer.batches
@@ -86,11 +95,12 @@ def test_asked_to_stop_it_saves_and_goes_on_later(folder, whole, tmp_path):
     class Interrupting(type(batches)):
         def __next__(self):
             if self.state()["position"] == 6:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), sent)
             return super().__next__()
 
     batches.__class__ = Interrupting
     outcome = trainer.run()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not outcome.finished and outcome.steps == 7 and not outcome.drafter_dir.exists()
     again = prepared(folder, tmp_path, training__feature_cache=cache, checkpoint__every_steps=0)
     assert again.run().finished

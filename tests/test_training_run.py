@@ -289,8 +289,10 @@ def refusal(files, tmp_path, rows=None, **fields) -> str:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "no row of it can be trained on"),
+        ([], "the file is empty"),
         ([{"messages": []}] * 9, "no row of it can be trained on"),
+        ([{"messages": chat_row("a", [], [])["messages"]}] * 9, "its chats are not rendered yet: run python -m"),
+        ([{"messages": chat_row("a", [], [])["messages"][:1]}] * 9, "its chats are not rendered yet: run python -m"),
         ([chat_row(str(i), [1, 61], [2, 3]) for i in range(9)], "beyond the target's embedding of 61 rows"),
         (
             [chat_row(str(i), [1] * 31, [2, 3]) for i in range(9)],
@@ -309,7 +311,9 @@ def test_data_that_teaches_nothing_is_refused(files, tmp_path, rows, message):
     ("fields", "messages"),
     [
         ({"data__train_file": "absent.jsonl"}, ["data.train_file='absent.jsonl'", "there is no file"]),
-        ({"data__train_file": "chats.csv"}, ["data.train_file='chats.csv'", "is not a .jsonl"]),
+        ({"data__train_file": "sets/nope"}, ["data.train_file='sets/nope'", "there is no file or folder sets/nope"]),
+        ({"data__train_file": str(FIXTURES)}, ["data.train_file=", "fixtures holds no prepared set; make one with"]),
+        ({"data__train_file": __file__}, ["data.train_file=", "is not a .jsonl"]),
         ({"data__heldout_file": "absent.jsonl"}, ["data.heldout_file='absent.jsonl'", "there is no file"]),
         ({"model__target": "no such folder"}, ["model.target='no such folder'", "neither an existing folder"]),
         ({"model__mask_token_id": None}, ["model.mask_token_id is not set"]),

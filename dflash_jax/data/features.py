@@ -320,8 +320,15 @@ def _table(
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the command; an error of the user is one message, not a traceback."""
-    from dflash_jax.cli import exit_with, experiment_from_flags
+    """Runs the command; an error of the user, and Ctrl-C, is one message, not a traceback."""
+    from dflash_jax.cli import ending_when_interrupted
+
+    with ending_when_interrupted(goes_on=True):
+        _main(argv)
+
+
+def _main(argv: Sequence[str]) -> None:
+    from dflash_jax.cli import ending_when_interrupted, exit_with, experiment_from_flags
 
     parser = argparse.ArgumentParser(
         prog="python -m dflash_jax.data.features",
@@ -342,7 +349,7 @@ def main(argv: Sequence[str]) -> None:
         exit_with(error)
     from dflash_jax.processes import end_on_sigterm, ending_at_once, is_first, join
 
-    with ending_at_once():
+    with ending_at_once(), ending_when_interrupted(goes_on=True):
         try:
             if join():
                 end_on_sigterm()

@@ -69,6 +69,19 @@ def encode_prompts(
     return encoded
 
 
+def longest_prompt(context: int, max_new_tokens: int) -> int:
+    """Tokens that a context leaves to the prompt.
+
+    Raises:
+      ValueError: it leaves none.
+    """
+    if max_new_tokens >= context:
+        raise ValueError(
+            f"--max_new_tokens={max_new_tokens}: must be below {context}, the context that prompt and answer share"
+        )
+    return context - max_new_tokens
+
+
 def row_seed(seed: int, name: str) -> int:
     """A seed of 31 bits for the prompt of that id, the same whenever and beside whatever it is answered."""
     return int.from_bytes(hashlib.sha256(f"{seed}\x1f{name}".encode()).digest()[:4], "big") >> 1

@@ -21,6 +21,8 @@ __all__ = ["BadRowsError", "Chat", "Conversation", "ReadReport", "RowError", "Sk
 
 T = TypeVar("T")
 
+NOT_RENDERED = 'a chat that is not rendered yet: no "prompt_ids" and "answer_ids"'
+
 # (row, its number, its id) → what is read of it; raises RowError.
 Parse = Callable[[Mapping[str, Any], int, str], T]
 
@@ -159,6 +161,8 @@ def conversation_of(row: Mapping[str, Any], line: int, name: str) -> Conversatio
 
 def chat_of(row: Mapping[str, Any], line: int, name: str) -> Chat:
     """A regenerated chat."""
+    if "prompt_ids" not in row and "answer_ids" not in row and formats.messages_of(row):
+        raise RowError(NOT_RENDERED)
     conversation = conversation_of(row, line, name)
     prompt_ids, answer_ids = (formats.token_ids(row, field) for field in ("prompt_ids", "answer_ids"))
     if row.get("finish_reason") not in ("stop", "length"):

@@ -35,7 +35,7 @@ from dflash_jax.data.answer_log import Answer
 from dflash_jax.data.answering import Engine, answer_into, in_groups
 from dflash_jax.data.chat_template import arguments_from_flag
 from dflash_jax.data.completions import Completions
-from dflash_jax.data.prompts import encode_prompts
+from dflash_jax.data.prompts import encode_prompts, longest_prompt
 from dflash_jax.data.provenance import file_hash, tokenizer_hash
 from dflash_jax.data.server_pool import Patience, ServerPool, find_model, server_url
 
@@ -102,6 +102,7 @@ def run(flag: flags.FlagValues, say: Callable[[str], None] = print) -> str:
         engine, of_engine, context = _servers(flag, target, say)
     else:
         engine, of_engine, context = _own_engine(flag), {"dtype": flag.dtype}, None
+    room = longest_prompt(min(target.context_length, context or target.context_length), flag.max_new_tokens)
     hashes = [file_hash(path) for path in paths]
     names = ("system", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "limit", "preset")
     settings = {
@@ -116,7 +117,7 @@ def run(flag: flags.FlagValues, say: Callable[[str], None] = print) -> str:
         target.tokenizer,
         conversations,
         report,
-        max_prompt_length=min(target.context_length, context or target.context_length) - flag.max_new_tokens,
+        max_prompt_length=room,
         embedding_rows=target.embedding_rows,
         template_arguments=template_arguments,
         system=flag.system,
@@ -209,4 +210,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     define_flags()
-    run_command(main)
+    run_command(main, goes_on=True)

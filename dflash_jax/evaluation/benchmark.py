@@ -24,7 +24,7 @@ import jax
 
 from dflash_jax.checkpoints.export import MADE_WITH
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_drafter, load_target
-from dflash_jax.cli import exit_with, settings_from_flags, writing
+from dflash_jax.cli import ending_when_interrupted, exit_with, settings_from_flags, writing
 from dflash_jax.config_parts import ConfigError
 from dflash_jax.data.chat_template import arguments_from_flag
 from dflash_jax.data.presets import read_prompts
@@ -236,6 +236,7 @@ def write(results: Results, directory: Path) -> None:
         plot(results, directory / PLOT)
 
 
+@ending_when_interrupted()
 def main(argv: list[str]) -> None:
     if {"-h", "--help"} & set(argv):
         print(__doc__)

@@ -21,6 +21,7 @@ from absl import flags
 
 from dflash_jax.cli import exit_with, run_command
 from dflash_jax.decoding.generate import generate
+from dflash_jax.decoding.request import Options, checked_options
 
 EPSILON = {"float32": 0.0, "bfloat16": 0.3}
 MARGIN_BUCKET = 64  # prefixes are padded to multiples of this, so that margins share programs
@@ -44,7 +45,13 @@ class Difference:
 def differences(
     target, drafter, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, width: int | None, batch_size: int
 ) -> list[Difference]:
-    """Decodes every prompt greedily with the drafter and without, and returns the prompts whose texts differ."""
+    """Decodes every prompt greedily with the drafter and without, and returns the prompts whose texts differ.
+
+    Raises:
+        ValueError: an option is wrong; nothing has been decoded then.
+    """
+    asked = Options(drafter=drafter, max_new_tokens=max_new_tokens, width=width)
+    checked_options(asked, len(prompts), drafter.model.max_width)
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "progress": True}
     plain = generate(target, prompts, **options)
     drafted = generate(target, prompts, drafter=drafter, width=width, **options)
@@ -97,15 +104,15 @@ def _define_flags() -> None:
 
 def _run(flag: flags.FlagValues) -> bool:
     from dflash_jax.checkpoints.huggingface import load_drafter, load_target
-    from dflash_jax.data.prompts import encode_prompts
+    from dflash_jax.data.prompts import encode_prompts, longest_prompt
     from dflash_jax.data.records import read_prompts
 
     target = load_target(flag.target, dtype=flag.dtype)
+    longest = longest_prompt(target.config.max_position_embeddings, flag.max_new_tokens)
     drafter = load_drafter(flag.drafter, target=target, dtype=flag.dtype)
     if target.tokenizer is None:
         raise ValueError(f"--target={flag.target} has no tokenizer to render prompts with")
     conversations, read = read_prompts(flag.prompts, limit=flag.limit)
-    longest = target.config.max_position_embeddings - flag.max_new_tokens
     rows = target.config.vocab_size
     encoded = encode_prompts(target.tokenizer, conversations, read, max_prompt_length=longest, embedding_rows=rows)
     if not encoded:

@@ -20,9 +20,9 @@ from dflash_jax.config import ConfigError, ExperimentConfig, MeshConfig, Trainin
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.packing import PackedPlan
 from dflash_jax.data.pipeline import Batches, EpochPlan, check_fit, collate, padded_length
-from dflash_jax.data.prepared import PreparedSplit, is_prepared, read_provenance, row_bytes
+from dflash_jax.data.prepared import PreparedSplit, find_folder, is_prepared, read_provenance, row_bytes
 from dflash_jax.data.provenance import check_made_for, meta_path, tokenizer_hash
-from dflash_jax.data.records import read_chats
+from dflash_jax.data.records import NOT_RENDERED, Chat, ReadReport, read_chats
 from dflash_jax.data.rows import TrainingRow, rows_from_regenerated
 from dflash_jax.evaluation.heldout import acceptance_by_decoding, fixed_anchor_report
 from dflash_jax.models.family import DrafterConfig
@@ -257,6 +257,7 @@ def training_rows(
         ConfigError: they can't be read, or were made for another target; the message names the field.
     """
     try:
+        _check_exists(path)
         if is_prepared(path):
             rows = PreparedSplit(path, split)
             _check_made_for(rows.provenance, path, experiment, target)
@@ -266,6 +267,7 @@ def training_rows(
             made_for = json.loads(meta_path(path).read_text()) | {"tokenizer_sha256": None}
             _check_made_for(made_for, path, experiment, target)
         chats, report = read_chats(path)
+        _check_trainable(chats, report)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{field}={path!r}: {error}") from error
     rows, row_report = rows_from_regenerated(
@@ -277,6 +279,28 @@ def training_rows(
     if not rows:
         raise ConfigError(f"{field}={path!r}: no row of it can be trained on\n{row_report.table()}")
     return rows
+
+
+def _check_exists(path: str) -> None:
+    """Raises ValueError where there is nothing of that name, or a folder that is no prepared set."""
+    if not Path(path).exists():
+        raise ValueError(f"there is no file or folder {path}")
+    if Path(path).is_dir():
+        find_folder(path)
+
+
+def _check_trainable(chats: Sequence[Chat], report: ReadReport) -> None:
+    """Raises ValueError where a file gave no regenerated chat; the message says why."""
+    if chats:
+        return
+    if not report.rows_in:
+        raise ValueError("the file is empty")
+    if NOT_RENDERED in report.reasons:
+        raise ValueError(
+            "its chats are not rendered yet: run python -m dflash_jax.data.prepare, or dflash_jax.data.regenerate for "
+            f"answers of the target's own, and train on what it writes\n{report.table()}"
+        )
+    raise ValueError(f"no row of it can be trained on\n{report.table()}")
 
 
 def recorded_arguments(path: str) -> dict[str, Any] | None:

@@ -1,0 +1,54 @@
+"""Ctrl-C ends every command with one line and status 130."""
+
+import contextlib
+import sys
+
+import pytest
+from absl.testing import flagsaver
+
+import train
+from dflash_jax import cli
+from dflash_jax.data import features
+from dflash_jax.evaluation import benchmark
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ending_with(said: str, capsys):
+    with pytest.raises(SystemExit) as left:
+        yield
+    assert left.value.code == 130
+    assert capsys.readouterr().err == said + "\n"
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_command_of_flags(monkeypatch, capsys, goes_on):
+    monkeypatch.setattr(sys, "argv", ["command"])
+    with (
+        flagsaver.flagsaver(),
+        ending_with("interrupted" + "; the same command goes on where it stopped" * goes_on, capsys),
+    ):
+        cli.run_command(interrupted, goes_on=goes_on)
+
+
+@pytest.mark.parametrize(
+    ("main", "read", "said"),
+    [
+        (train.main, "dflash_jax.cli.experiment_from_flags", "interrupted"),
+        (
+            features.main,
+            "dflash_jax.cli.experiment_from_flags",
+            "interrupted; the same command goes on where it stopped",
+        ),
+        (benchmark.main, "dflash_jax.evaluation.benchmark.settings_from_flags", "interrupted"),
+    ],
+)
+def test_a_command_of_a_config(monkeypatch, capsys, main, read, said):
+    monkeypatch.setattr(read, interrupted)
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)  # it would close what pytest reads
+    monkeypatch.setattr(train, "experiment_from_flags", interrupted)
+    with ending_with(said, capsys):
+        main(["command", "--config=x.py", "--out=x"] if main is features.main else ["command", "--config=x.py"])
