@@ -28,7 +28,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from dflash_jax.checkpoints.huggingface import LoadedTarget, read_target_config
-from dflash_jax.cli import exit_with, experiment_from_flags, writing
+from dflash_jax.cli import ending_when_interrupted, exit_with, experiment_from_flags, writing
 from dflash_jax.compiled_work import Work, work_of
 from dflash_jax.config import ConfigError, ExperimentConfig
 from dflash_jax.decoding.flat import flatten
@@ -309,6 +309,7 @@ def _look_for_no_devices() -> None:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
+@ending_when_interrupted()
 def main(argv: list[str]) -> None:
     _look_for_no_devices()
     parser = argparse.ArgumentParser(prog="python -m dflash_jax.compile_check", allow_abbrev=False)

@@ -1,6 +1,9 @@
 """Prepared sets: what was written is read again, streamed in order, without TensorFlow; and the loader over them."""
 
 import json
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -155,6 +158,19 @@ def test_resuming_continues_exactly(folder, stop_after, workers):
     for _ in range(30):
         same(next(batches), next(resumed))
     assert batches.state() == resumed.state()
+
+
+def test_ctrl_c_which_a_terminal_sends_to_all_does_not_end_workers(folder):
+    others = set(multiprocessing.active_children())
+    batches = PreparedBatches(PreparedSplit(folder, "train"), 4, BUCKETS, seed=3, workers=1)
+    next(batches)
+    workers = set(multiprocessing.active_children()) - others
+    assert workers
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGINT)
+    for _ in range(200):  # more than is read ahead
+        next(batches)
+    assert all(worker.is_alive() for worker in workers)
 
 
 def test_processes_share_each_batch_and_their_number_may_change(folder):

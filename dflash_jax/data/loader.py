@@ -7,6 +7,7 @@ with another number of either.
 """
 
 import functools
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -96,8 +97,13 @@ class PreparedBatches(Iterator[Batch]):
             if not flags.FLAGS.is_parsed():  # grain reads settings of its own there
                 flags.FLAGS.mark_as_parsed()
             options = grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=self._read_ahead)
-            batches = batches.mp_prefetch(options)
+            batches = batches.mp_prefetch(options, worker_init_fn=_ignore_interrupts)
         self._batches = iter(batches)
+
+
+def _ignore_interrupts(index: int, count: int) -> None:
+    """In a worker: Ctrl-C goes to all processes of a terminal, and it is for the run to say when reading ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _BatchReader:
