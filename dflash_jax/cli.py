@@ -106,8 +106,8 @@ def parsed_flags(argv: Sequence[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
-        missing = re.search(r"[fF]lag --(\w+) must have a value other than None", str(error))
-        exit_with(ValueError(f"--{missing[1]} is missing") if missing else error)
+        missing = re.findall(r"Flag --(\w+) must have a value other than None", str(error))
+        exit_with(ValueError(f"missing: --{', --'.join(missing)}") if missing else error)
     if len(rest) > 1:
         exit_with(ValueError(f"unknown arguments: {' '.join(rest[1:])}; every setting is a --flag=value"))
     return rest

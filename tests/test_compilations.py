@@ -49,6 +49,7 @@ def test_forty_prompt_lengths_compile_once_a_bucket(first_process):
     assert len(compiled) <= 2
 
 
+@pytest.mark.long
 def test_memory_is_flat_over_fifty_calls(first_process):
     """In a process of its own, where nothing else comes and goes."""
     held = fresh_process("memory", **first_process[1])

@@ -18,6 +18,7 @@ from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import ConfigError, drafter_config_to_dict
 
 speculators = speculators_library.import_speculators()
+pytestmark = pytest.mark.long
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TOLERANCE = 1e-4  # float32 sums in another order, through three layers

@@ -41,10 +41,9 @@ def largest_buffer(text: str) -> int:
     return max(ITEM_BYTES[kind] * math.prod(map(int, sizes.split(","))) for kind, sizes in arrays)
 
 
+@pytest.mark.long
 @requires_libtpu
-@pytest.mark.parametrize(
-    "generation", ["v5p", *(pytest.param(name, marks=pytest.mark.long) for name in TOPOLOGIES if name != "v5p")]
-)
+@pytest.mark.parametrize("generation", TOPOLOGIES)
 def test_paper_size(generation):
     """8,192 queries, 3,072 context keys, 32/8 heads of 128, bfloat16, one sequence on a chip.
 
