@@ -1,4 +1,4 @@
-"""Whether the adaptive width keeps its promises: beside plain decoding and every fixed width, in turn.
+"""Whether the adaptive width keeps its promises: beside plain decoding and the fixed widths it chooses from.
 
     python benchmarks/adaptive_width.py --target smollm2-135m-instruct --drafter configs/drafters/smollm2 \\
         --prompts configs/data/smollm2_docstrings.heldout.jsonl.gz
@@ -6,7 +6,8 @@
 The same prompts are decoded greedily, one by one, with the drafter as it is, and with proposals that are right in the
 first k slots and wrong behind them, at the drafter's full cost: k = 0 never helps, k = width − 1 always does. The ways
 of decoding take turns prompt by prompt, so that a machine whose speed drifts is as slow for one as for the others;
-printed are sums over the prompts beside those of plain decoding, compilation left out.
+printed are sums over the prompts beside those of plain decoding, compilation left out. Every way decodes the first
+prompt once before, which also tells the adaptive width what rounds cost.
 """
 
 import collections

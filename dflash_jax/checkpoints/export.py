@@ -68,7 +68,7 @@ def export_checkpoint(
     if not has_checkpoint(folder):
         raise CheckpointError(f"{run} holds no training checkpoint; give the directory of a run")
     if (Path(out) / "README.md").exists() and not overwrite:
-        raise CheckpointError(f"{out} already has README.md; choose another folder or allow overwrite")
+        raise CheckpointError(f"{out} already has README.md; choose another folder, or allow overwriting (overwrite)")
     checkpoints = TrainingCheckpoints(folder)
     chosen = checkpoints.latest_step() if step is None else step
     if chosen not in checkpoints.steps():

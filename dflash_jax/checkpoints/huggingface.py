@@ -219,7 +219,7 @@ def export_drafter(
     present = [name for name in ("config.json", SINGLE_FILE) if (out_dir / name).exists()]
     if present and not overwrite:
         raise CheckpointError(
-            f"{out_dir} already has {' and '.join(present)}; choose another folder, or allow it with overwrite"
+            f"{out_dir} already has {' and '.join(present)}; choose another folder, or allow overwriting (overwrite)"
         )
     tensors = collect(drafter, drafter_entries(config), dtype=dtype)
     if jax.process_index() > 0:
