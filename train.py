@@ -12,12 +12,14 @@ import logging
 import sys
 
 from dflash_jax.cli import ending_when_interrupted, exit_with, experiment_from_flags
+from dflash_jax.cli_help import asks_for_help, help_on_fields
+from dflash_jax.config import PARTS
 
 
 @ending_when_interrupted()
 def main(argv: list[str]) -> None:
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
+    if asks_for_help(argv):
+        print(__doc__, help_on_fields(PARTS), sep="\n")
         return
     logging.basicConfig(format="%(message)s")
     logging.getLogger("dflash_jax").setLevel(logging.INFO)  # and not the libraries, which tell of every file

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from absl import app, flags
 from ml_collections import ConfigDict
 
+from dflash_jax.cli_help import asks_for_help
 from dflash_jax.config import PARTS, ExperimentConfig, to_experiment
 from dflash_jax.config_parts import ConfigError, Parts, from_text
 
@@ -102,7 +103,9 @@ def ending_when_interrupted(*, goes_on: bool = False) -> Iterator[None]:
 
 
 def parsed_flags(argv: Sequence[str]) -> list[str]:
-    """The program alone, once absl's flags have been read from the rest of argv."""
+    """The program alone, once absl's flags have been read from the rest of argv; for help it ends the program."""
+    if asks_for_help(argv):
+        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:

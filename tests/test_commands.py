@@ -147,7 +147,7 @@ WRONG_FLAGS = [
     (["{drafter}", "--require_same"], "--require_same needs --compare"),
     (["--max_new_tokens=-1"], "--max_new_tokens=-1: -1 is not a non-negative integer"),
     (["--temperature=warm"], "--temperature=warm"),
-    (["--top_p=1.5"], "top_p=1.5 must be above 0 and at most 1"),
+    (["--top_p=1.5"], "top_p=1.5 must be a number above 0 and at most 1"),
     (["--top_k=-1"], "--top_k=-1"),
     (["--proposals=sampled"], "--proposals=sampled needs --drafter"),
     (

@@ -195,6 +195,8 @@ def test_prompts_of_forty_lengths_share_a_few_compilations():
         ([[1]], {"max_new_tokens": 1.5}, "max_new_tokens=1.5 must be an integer"),
         ([[1]], {"temperature": -0.1}, "temperature=-0.1"),
         ([[1]], {"temperature": float("nan")}, "temperature=nan"),
+        ([[1]], {"temperature": "1"}, "temperature='1' must be a number"),
+        ([[1]], {"top_p": "1"}, "top_p='1' must be a number"),
         ([[1], [2]], {"seed": [1, 2, 3]}, "seed lists 3 values for 2 prompts"),
         ([[1]], {"batch_size": 0}, "batch_size=0"),
         ([[1]], {"batch_size": 0, "max_new_tokens": 0}, "batch_size=0"),

@@ -121,11 +121,23 @@ def test_a_drafter_of_another_target_is_refused_before_its_weights_are_read(draf
         load_drafter(drafter_folder, target=load_target(FIXTURES / "llama3_tied_b10" / "target"))
 
 
+def test_a_drafter_of_other_weights_of_the_same_shape_is_told_of(drafter_folder, recwarn):
+    target = load_target(FIXTURES / "qwen3_b8" / "target")
+    record = {"target": "org/first-version", "target_fingerprint": target.fingerprint}
+    (drafter_folder / "training.json").write_text(json.dumps(record))
+    load_drafter(drafter_folder, target=target)
+    assert not recwarn.list
+    (drafter_folder / "training.json").write_text(json.dumps(record | {"target_fingerprint": "0123"}))
+    with pytest.warns(UserWarning, match=f"trained for 'org/first-version' with weights 0123.*{target.fingerprint}"):
+        load_drafter(drafter_folder, target=target)
+    load_drafter(drafter_folder)  # without a target there is nothing to compare with
+
+
 def test_a_mask_token_that_is_a_stop_token_of_the_target_is_refused(drafter_folder, tmp_path):
     untied = tmp_path / "target"
     shutil.copytree(FIXTURES / "qwen3_b8" / "target", untied)
     (untied / "generation_config.json").write_text(json.dumps({"eos_token_id": 159}))
-    with pytest.raises(ConfigError, match="mask_token_id 159 equals stop token 159"):
+    with pytest.raises(ConfigError, match="mask_token_id=159 equals stop token 159"):
         load_drafter(drafter_folder, target=load_target(untied))
 
 

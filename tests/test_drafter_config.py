@@ -106,7 +106,7 @@ def test_layer_types_are_derived_as_qwen3_does_when_absent(drafter):
         ({"model_type": "llama"}, "model_type 'llama'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"num_target_layers": None}, "num_target_layers"),
-        ({"num_target_layers": 5}, r"target_layer_ids \[1, 3, 5\]"),
+        ({"num_target_layers": 5}, r"target_layer_ids=\[1, 3, 5\]"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers is 3"),
         ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
         ({"layer_types": ["sliding_attention"] * 3}, "sliding_window must be at least 1, got None"),
@@ -202,11 +202,11 @@ def test_a_mask_token_may_lie_in_the_padded_tail_of_the_table():
     ("mask", "message"),
     [
         (None, "mask_token_id is not set"),
-        (-1, r"mask_token_id -1 lies outside .*0\.\.159"),
-        (160, r"mask_token_id 160 lies outside .*0\.\.159"),
-        (True, "mask_token_id True"),
-        (2, "mask_token_id 2 equals eos_token_id"),
-        (0, "mask_token_id 0 equals pad_token_id"),
+        (-1, r"mask_token_id=-1 lies outside .*0\.\.159"),
+        (160, r"mask_token_id=160 lies outside .*0\.\.159"),
+        (True, "mask_token_id=True"),
+        (2, "mask_token_id=2 equals eos_token_id"),
+        (0, "mask_token_id=0 equals pad_token_id"),
     ],
 )
 def test_a_mask_token_that_is_unset_special_or_out_of_range_is_an_error(mask, message):

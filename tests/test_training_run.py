@@ -82,7 +82,8 @@ def test_evaluation_decodes_at_the_end_and_not_before(run):
     assert end["acceptance_length"] == outcome.acceptance_length
     assert end["acceptance_length"] > 1.1  # it learned from the target's own answers
     assert (end["prompts"], end["tokens"]) == (4, 4 * 12) or end["tokens"] < 4 * 12  # fewer where a row stopped
-    assert end["accepted_share"] == pytest.approx((end["acceptance_length"] - 1) / 3)
+    # more than of three slots a round: rounds cut short verified fewer
+    assert (end["acceptance_length"] - 1) / 3 <= end["accepted_share"] + 1e-9 < end["acceptance_length"] - 1
     shares = end["position_acceptance"]
     assert len(shares) == 3
     # equal, but for rounds cut short: those say nothing of the slots that they did not verify
@@ -317,11 +318,11 @@ def test_data_that_teaches_nothing_is_refused(files, tmp_path, rows, message):
         ({"data__heldout_file": "absent.jsonl"}, ["data.heldout_file='absent.jsonl'", "there is no file"]),
         ({"model__target": "no such folder"}, ["model.target='no such folder'", "neither an existing folder"]),
         ({"model__mask_token_id": None}, ["model.mask_token_id is not set"]),
-        ({"model__mask_token_id": tiny_run.STOP}, ["model: mask_token_id 59 equals stop token 59"]),
-        ({"model__mask_token_id": 61}, ["model: mask_token_id 61 lies outside", "0..60"]),
-        ({"model__target_layer_ids": (0, 4)}, ["model: target_layer_ids [0, 4]", "layers 0..3"]),
-        ({"model__target_layer_ids": (2, 2)}, ["model: target_layer_ids [2, 2] name a layer twice"]),
-        ({"model__target_layer_ids": ()}, ["model: 5 taps over a target of 4 layers"]),
+        ({"model__mask_token_id": tiny_run.STOP}, ["model.mask_token_id=59 equals stop token 59"]),
+        ({"model__mask_token_id": 61}, ["model.mask_token_id=61 lies outside", "0..60"]),
+        ({"model__target_layer_ids": (0, 4)}, ["model.target_layer_ids=[0, 4]", "layers 0..3"]),
+        ({"model__target_layer_ids": (2, 2)}, ["model.target_layer_ids=[2, 2] name a layer twice"]),
+        ({"model__target_layer_ids": ()}, ["model.num_taps=5: 5 taps over a target of 4 layers"]),
         (
             {"model__initialisation": "target", "model__intermediate_size": 40},
             ["model.initialisation='target'", "intermediate_size is 40", "the target's 48"],
@@ -335,6 +336,11 @@ def test_settings_that_do_not_fit_the_target_are_refused_by_field(files, tmp_pat
     text = refusal(files, tmp_path, **fields)
     for message in messages:
         assert message in text
+
+
+def test_a_mask_token_outside_the_vocabulary_is_told_before_the_target_is_loaded(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("dflash_jax.evaluation.training_run.load_target_for", lambda *_: pytest.fail("loaded"))
+    assert "model.mask_token_id=61 lies outside" in refusal(files, tmp_path, model__mask_token_id=61)
 
 
 def test_a_warm_start_is_not_contradicted_silently(files, run, tmp_path):

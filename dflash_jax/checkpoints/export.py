@@ -22,7 +22,7 @@ from flax import nnx
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from dflash_jax.checkpoints.huggingface import Layout, export_drafter
+from dflash_jax.checkpoints.huggingface import MADE_WITH, Layout, export_drafter
 from dflash_jax.checkpoints.safetensors_io import CheckpointError
 from dflash_jax.checkpoints.training_state import TrainingCheckpoints, has_checkpoint
 from dflash_jax.cli import exit_with, run_command
@@ -31,7 +31,6 @@ from dflash_jax.models.family import DrafterConfig, parse_drafter_config
 
 CHECKPOINTS = "checkpoints"  # the folder of a run's directory that they are in
 METRICS = "metrics.jsonl"  # the file beside it of what was measured, a JSON object a line
-MADE_WITH = "training.json"  # beside an exported drafter: what it was trained for and on
 
 
 def export_checkpoint(

@@ -3,6 +3,7 @@
 import json
 import secrets
 import shutil
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +40,8 @@ from dflash_jax.models.family import (
 from dflash_jax.models.target import Target, TargetTables
 
 Layout = Literal["z-lab", "speculators"]
+
+MADE_WITH = "training.json"  # beside an exported drafter: what it was trained for and on
 
 # fetched only so that its presence can be refused; never opened
 _MASK_EMBEDDING_FILE = "mask_embedding.pt"
@@ -163,7 +166,7 @@ def load_drafter(
         CheckpointError: the source can't be found, or its files are incomplete or don't fit its config.json.
     """
     check_dtype(dtype)
-    folder = resolve_source(source, files=(*WEIGHT_FILES, _MASK_EMBEDDING_FILE), kind="drafter")
+    folder = resolve_source(source, files=(*WEIGHT_FILES, MADE_WITH, _MASK_EMBEDDING_FILE), kind="drafter")
     layers = None if target is None else target.config.num_layers
     config = parse_drafter_config(read_json(folder / "config.json"), num_target_layers=layers)
     if (folder / _MASK_EMBEDDING_FILE).exists():
@@ -174,10 +177,32 @@ def load_drafter(
     if target is not None:
         check_drafter_matches_target(config, target.config)
         check_mask_token_id(config.mask_token_id, target.config.vocab_size, special_token_ids(target))
+        _warn_of_other_weights(str(source), read_made_with(folder), target)
     model = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
     with TensorFolder(folder) as tensors:
         fill(model, drafter_entries(config), tensors, dtype=dtype, mesh=mesh)
     return LoadedDrafter(model=model, config=config, source=str(source))
+
+
+def read_made_with(folder: str | Path) -> dict[str, Any]:
+    """What a drafter was trained for and on, as training records it; empty where its folder doesn't say.
+
+    Raises:
+        CheckpointError: the record is damaged.
+    """
+    path = Path(folder).expanduser() / MADE_WITH
+    return read_json(path) if path.is_file() else {}
+
+
+def _warn_of_other_weights(source: str, made_with: dict[str, Any], target: LoadedTarget) -> None:
+    theirs = made_with.get("target_fingerprint")
+    if theirs and target.fingerprint and theirs != target.fingerprint:
+        warnings.warn(
+            f"drafter {source} was trained for {made_with.get('target')!r} with weights {theirs}, and "
+            f"{target.source!r} has {target.fingerprint}: the text stays the target's own, but proposals may be refused "
+            "more often",
+            stacklevel=3,
+        )
 
 
 def export_drafter(

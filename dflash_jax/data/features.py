@@ -15,7 +15,6 @@ process computed a shard makes no difference to it, so another number of them ma
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import shutil
@@ -329,13 +328,9 @@ def main(argv: Sequence[str]) -> None:
 
 def _main(argv: Sequence[str]) -> None:
     from dflash_jax.cli import ending_when_interrupted, exit_with, experiment_from_flags
+    from dflash_jax.cli_help import config_parser
 
-    parser = argparse.ArgumentParser(
-        prog="python -m dflash_jax.data.features",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = config_parser("dflash_jax.data.features", __doc__)
     parser.add_argument("--out", required=True, help="folder to write into")
     parser.add_argument("--shard_gb", type=float, default=SHARD_GB, help="size of a shard; a kill costs one")
     options, rest = parser.parse_known_args(argv[1:])

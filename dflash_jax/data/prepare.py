@@ -33,6 +33,11 @@ from dflash_jax.data.rows import TOGETHER, Source, make_rows
 from dflash_jax.data.turns import TurnRenderer
 from dflash_jax.data.workers import map_in_order
 
+IN_SPLIT = 'training rows in the split "{}"'
+NO_HELDOUT = (
+    "no chat fell to the split \"heldout\": raise --heldout, or train with --config.data.heldout_file='', which "
+    "evaluates nothing"
+)
 _SPLIT_NAME = re.compile(r"(?!all$)[a-z][a-z0-9_]*")
 
 
@@ -102,6 +107,7 @@ def prepare(
             for made, part in map_in_order(make, _pieces(path, left), workers):
                 report.include(part)
                 for prepared in made:
+                    report.note(IN_SPLIT.format(prepared.split))
                     show(target.tokenizer, prepared.row)
                     yield prepared
         records.check_strict(report, settings.strict)
@@ -212,7 +218,8 @@ def _run(flag: flags.FlagValues) -> str:
 
     target = describe_target(flag.target)
     report = prepare(flag.chats, flag.out, target, settings, preset=flag.preset, workers=flag.workers, show=show)
-    return report.table()
+    nothing_held_out = settings.heldout > 0 and IN_SPLIT.format("heldout") not in report.notes
+    return report.table() + f"\n{NO_HELDOUT}" * nothing_held_out
 
 
 def main() -> None:

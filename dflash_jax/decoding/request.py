@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -179,14 +180,14 @@ def _sampling(options: Options, count: int) -> Sampling:
     top_k = [0 if value is None else value for value in _per_row("top_k", options.top_k, count)]
     top_p = [1.0 if value is None else value for value in _per_row("top_p", options.top_p, count)]
     for value in temperatures:
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"temperature={value} must be 0 or more, and finite")
+        if not (_is_number(value) and math.isfinite(value) and value >= 0):
+            raise ValueError(f"temperature={value!r} must be a number, 0 or more, and finite")
     for value in top_k:
         if not isinstance(value, (int, np.integer)) or value < 0:
             raise ValueError(f"top_k={value!r} must be an integer of 0 or more; 0 or None keeps all tokens")
     for value in top_p:
-        if not 0 < value <= 1:
-            raise ValueError(f"top_p={value} must be above 0 and at most 1; 1 or None keeps all tokens")
+        if not (_is_number(value) and 0 < value <= 1):
+            raise ValueError(f"top_p={value!r} must be a number above 0 and at most 1; 1 or None keeps all tokens")
     for value in _per_row("seed", options.seed, count):
         if not isinstance(value, (int, np.integer)) or not 0 <= value < 2**32:
             raise ValueError(f"seed={value!r} must be an integer from 0 to 2³² − 1")
@@ -197,6 +198,10 @@ def _sampling(options: Options, count: int) -> Sampling:
         top_k=jnp.asarray([min(value, np.iinfo(np.int32).max) for value in top_k], jnp.int32),
         top_p=jnp.asarray(top_p, jnp.float32),
     )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, np.number)) or (isinstance(value, jax.Array) and value.ndim == 0)
 
 
 def _per_row(name: str, value, count: int) -> list:

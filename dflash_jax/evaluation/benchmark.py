@@ -18,13 +18,13 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
-from dflash_jax.checkpoints.export import MADE_WITH
-from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_drafter, load_target
+from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_drafter, load_target, read_made_with
 from dflash_jax.cli import ending_when_interrupted, exit_with, settings_from_flags, writing
+from dflash_jax.cli_help import asks_for_help, help_on_fields
 from dflash_jax.config_parts import ConfigError
 from dflash_jax.data.chat_template import arguments_from_flag
 from dflash_jax.data.presets import read_prompts
@@ -54,7 +54,7 @@ def run(config: BenchmarkConfig) -> Results:
         lambda: load_drafter(models.drafter, target=target, dtype=models.drafter_dtype),
     )
     widths = decoding.widths or (drafter.config.block_size,)
-    if max(widths) > drafter.config.block_size:
+    if any(width != "adaptive" and width > drafter.config.block_size for width in widths):
         raise ConfigError(
             f"decoding.widths={decoding.widths}: {models.drafter} was trained for {drafter.config.block_size}"
         )
@@ -122,7 +122,7 @@ def measure(
     drafter: LoadedDrafter,
     source: str,
     prompts: Sequence[Sequence[int]],
-    widths: Sequence[int],
+    widths: Sequence[int | Literal["adaptive"]],
     temperature: float,
     batch_size: int,
     decoding: DecodingConfig,
@@ -138,9 +138,9 @@ def measure(
         "seed": decoding.seed,
         "batch_size": batch_size,
     }
-    arms: dict[int, dict[str, Any]] = {1: {}}
+    arms: dict[int | str, dict[str, Any]] = {1: {}}
     arms |= {width: {"drafter": drafter, "width": width, "proposals": decoding.proposals} for width in widths}
-    runs: dict[int, list[list[Generation]]] = {width: [] for width in arms}
+    runs: dict[int | str, list[list[Generation]]] = {width: [] for width in arms}
     # In turn, so that a machine that grows slower does so for all arms.
     for _ in range(1 + decoding.repetitions):
         for width, arm in arms.items():
@@ -158,7 +158,7 @@ def measure(
             baseline=_arm(timed[1]),
             dflash=_arm(timed[width]),
             identical=sum(a.tokens == b.tokens for a, b in zip(plain, timed[width][0], strict=True)),
-            acceptance=decoding_report(timed[width][0], width),
+            acceptance=decoding_report(timed[width][0], drafter.model.max_width if width == "adaptive" else width),
         )
         for width in widths
     ]
@@ -185,9 +185,7 @@ def _described(source: str, prompts: Sequence[Sequence[int]]) -> PromptSet:
 
 def _recorded_arguments(drafter: str) -> dict[str, Any] | None:
     """The template arguments of a drafter's training data; None where its folder doesn't say."""
-    path = Path(drafter).expanduser() / MADE_WITH
-    recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    return recorded.get("template_arguments") if isinstance(recorded, dict) else None
+    return read_made_with(drafter).get("template_arguments")
 
 
 def _device() -> str:
@@ -238,8 +236,8 @@ def write(results: Results, directory: Path) -> None:
 
 @ending_when_interrupted()
 def main(argv: list[str]) -> None:
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
+    if asks_for_help(argv):
+        print(__doc__, help_on_fields(PARTS), sep="\n")
         return
     logging.basicConfig(format="%(message)s", force=True)  # a library that was imported has set up its own
     logging.getLogger("dflash_jax").setLevel(logging.INFO)

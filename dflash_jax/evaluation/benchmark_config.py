@@ -41,13 +41,14 @@ class DecodingConfig:
     """How both arms decode.
 
     batch_sizes: prompts decoded together (concurrency); each set needs at least as many prompts as the largest.
-    widths: of the speculative arm; empty: the drafter's own. repetitions: timed runs, after one that compiles.
+    widths: of the speculative arm, numbers or "adaptive"; empty: the drafter's own. repetitions: timed runs, after one
+    that compiles.
     """
 
     max_new_tokens: int = 256
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    widths: tuple[int, ...] = ()
+    widths: tuple[int | Literal["adaptive"], ...] = ()
     proposals: Literal["argmax", "sampled"] = "argmax"
     seed: int = 0
     repetitions: int = 3
@@ -108,8 +109,9 @@ def _rules(parts: Mapping[str, Any]) -> list[Rule]:
         ),
         (
             "decoding.widths",
-            len(set(decoding.widths)) == len(decoding.widths) and all(width >= 2 for width in decoding.widths),
-            "different widths, each from 2 (an anchor and a proposal) to the drafter's; empty: the drafter's",
+            len(set(decoding.widths)) == len(decoding.widths)
+            and all(width == "adaptive" or width >= 2 for width in decoding.widths),
+            "different widths, each adaptive or from 2 (anchor and proposal) to the drafter's; empty: the drafter's",
         ),
         ("decoding.seed", 0 <= decoding.seed < 2**32, "from 0 to 2³²−1"),
         ("output.directory", bool(parts["output"].directory), "the directory of the results"),

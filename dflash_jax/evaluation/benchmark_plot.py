@@ -15,16 +15,15 @@ def plot(results: Results, path: Path) -> None:
     figure = Figure(figsize=(11, 8), layout="constrained")
     (lengths, speeds), (speedups, slots) = figure.subplots(2, 2)
     batches = sorted({cell.batch_size for cell in results.cells})
-    for key in sorted({(cell.source, cell.temperature, cell.width) for cell in results.cells}):
-        cells = sorted(
-            (cell for cell in results.cells if (cell.source, cell.temperature, cell.width) == key),
-            key=lambda cell: cell.batch_size,
-        )
+    ordered = sorted(results.cells, key=lambda cell: (cell.source, *cell.place))
+    for key in dict.fromkeys((cell.source, cell.temperature, cell.width) for cell in ordered):
+        cells = [cell for cell in ordered if (cell.source, cell.temperature, cell.width) == key]
         label = f"{key[0]}, T {key[1]:g}, width {key[2]}"
         sizes = [cell.batch_size for cell in cells]
         [line] = lengths.plot(sizes, [cell.acceptance.acceptance_length for cell in cells], "o-", label=label)
         color = line.get_color()
-        lengths.plot(sizes, [cell.break_even for cell in cells], ":", color=color)
+        if key[2] != "adaptive":
+            lengths.plot(sizes, [cell.break_even for cell in cells], ":", color=color)
         speeds.plot(sizes, [cell.dflash.tokens_per_second for cell in cells], "o-", color=color)
         speeds.plot(sizes, [cell.baseline.tokens_per_second for cell in cells], "x--", color=color)
         speedups.plot(sizes, [cell.speedup for cell in cells], "o-", color=color)

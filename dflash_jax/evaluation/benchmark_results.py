@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, Literal
 
 from dflash_jax.evaluation.heldout import DecodingReport
 
@@ -39,13 +40,14 @@ class Arm:
 class Cell:
     """Both arms on one set at one temperature, batch size and width.
 
-    identical: prompts whose two texts are the same, token for token. acceptance: of the speculative arm.
+    width: slots of a block, or "adaptive". identical: prompts whose two texts are the same, token for token.
+    acceptance: of the speculative arm.
     """
 
     source: str
     temperature: float
     batch_size: int
-    width: int
+    width: int | Literal["adaptive"]
     baseline: Arm
     dflash: Arm
     identical: int
@@ -57,9 +59,16 @@ class Cell:
         return self.dflash.tokens_per_second / self.baseline.tokens_per_second
 
     @property
-    def break_even(self) -> float:
-        """The acceptance length from which on rounds of this cost beat plain decoding."""
+    def break_even(self) -> float | None:
+        """The acceptance length from which on rounds of this cost beat plain decoding; None where the width varies."""
+        if self.width == "adaptive":
+            return None
         return self.dflash.seconds_per_round / self.baseline.seconds_per_round
+
+    @property
+    def place(self) -> tuple[float, float, int]:
+        """Sorts cells of one set: by temperature, width ("adaptive" last) and batch size."""
+        return self.temperature, math.inf if self.width == "adaptive" else self.width, self.batch_size
 
     def __str__(self) -> str:
         return (

@@ -56,9 +56,9 @@ def _main_table(results: Results) -> str:
     header = ["Temperature", "Method"]
     header += [f"{source} {what}" for source in [*sources, "Mean"] for what in ("Speedup", "τ")]
     rows = []
-    for temperature in _ordered(cell.temperature for cell in results.cells):
+    for temperature in sorted({cell.temperature for cell in results.cells}):
         rows.append([f"{temperature:g}", "Baseline", *["1.00", "1.00"] * (len(sources) + 1)])
-        for width in _ordered(cell.width for cell in results.cells):
+        for width in _widths(results.cells):
             cells = [c for c in results.cells if (c.temperature, c.width, c.batch_size) == (temperature, width, batch)]
             pairs = [(cell.speedup, cell.acceptance.acceptance_length) for cell in cells]
             pairs.append((statistics.mean(s for s, _ in pairs), statistics.mean(t for _, t in pairs)))
@@ -76,7 +76,7 @@ def _concurrency_table(results: Results) -> str:
         [
             *(cell.source, f"{cell.temperature:g}", str(cell.width), str(cell.batch_size)),
             *(f"{cell.baseline.tokens_per_second:.1f}", f"{cell.dflash.tokens_per_second:.1f}"),
-            *(f"{cell.speedup:.2f}", f"{cell.acceptance.acceptance_length:.2f}", f"{cell.break_even:.2f}"),
+            *(f"{cell.speedup:.2f}", f"{cell.acceptance.acceptance_length:.2f}", _break_even(cell)),
             f"{cell.identical} of {prompts[cell.source]}",
         ]
         for cell in sorted(results.cells, key=lambda cell: _place(results, cell))
@@ -86,7 +86,8 @@ def _concurrency_table(results: Results) -> str:
 
 def _acceptance_table(results: Results) -> str:
     """How much of the proposals is accepted, slot by slot over the rounds that verified it, at the smallest batch."""
-    batch, widest = min(cell.batch_size for cell in results.cells), max(cell.width for cell in results.cells)
+    batch = min(cell.batch_size for cell in results.cells)
+    widest = 1 + max(len(cell.acceptance.position_acceptance) for cell in results.cells)
     header = ["Set", "Temperature", "Width", "τ", "Rounds", "Accepted/drafted"]
     header += [f"Slot {slot}" for slot in range(1, widest)]
     rows = []
@@ -106,19 +107,22 @@ def _verdict(cells: Sequence[Cell]) -> str:
     if not slower:
         return f"Faster than plain decoding in all {len(cells)} cells."
     worst = min(slower, key=lambda cell: cell.speedup)
-    return (
-        f"**Slower than plain decoding in {len(slower)} of {len(cells)} cells**, most of all: {worst}, where rounds of "
-        f"this cost need {worst.break_even:.2f} to break even."
-    )
+    needed = f", where rounds of this cost need {_break_even(worst)} to break even" if worst.break_even else ""
+    return f"**Slower than plain decoding in {len(slower)} of {len(cells)} cells**, most of all: {worst}{needed}."
 
 
 def _place(results: Results, cell: Cell) -> tuple:
     sources = [part.source for part in results.sets]
-    return sources.index(cell.source), cell.temperature, cell.width, cell.batch_size
+    return sources.index(cell.source), *cell.place
 
 
-def _ordered(values) -> list:
-    return sorted(set(values))
+def _widths(cells: Sequence[Cell]) -> list[int | str]:
+    """All widths, each once, "adaptive" last."""
+    return list(dict.fromkeys(cell.width for cell in sorted(cells, key=lambda cell: cell.place[1:])))
+
+
+def _break_even(cell: Cell) -> str:
+    return "–" if cell.break_even is None else f"{cell.break_even:.2f}"
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

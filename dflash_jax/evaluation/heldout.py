@@ -21,7 +21,7 @@ class DecodingReport:
     """Sums over prompts, divided once.
 
     acceptance_length: committed tokens a round, the target's token counted, in 1 … W.
-    accepted_share: accepted draft tokens / drafted tokens.
+    accepted_share: accepted draft tokens / verified draft tokens.
     position_acceptance: of slot k = 1 … W−1, of the rounds that verified it the share that accepted slots 1 … k, as in
         decoding.stats.Stats; 0 where no round verified it.
     """
@@ -35,19 +35,20 @@ class DecodingReport:
 
 
 def decoding_report(generations: Sequence[Generation], width: int) -> DecodingReport:
-    """Pools the rounds of all generations. A last round cut by budget or stop counts what it gave."""
+    """Pools the rounds of all generations, of blocks up to `width`. A last round cut by budget or stop counts what it
+    gave."""
     pooled = [
         counts
         for generation in generations
         for counts in zip(generation.acceptance_lengths, generation.verified_lengths, strict=True)
     ]
-    lengths = [accepted for accepted, _ in pooled]
+    lengths, verified = [accepted for accepted, _ in pooled], [slots for _, slots in pooled]
     rounds = max(len(lengths), 1)
-    accepted = sum(lengths) - len(lengths)
+    accepted, drafted = sum(lengths) - len(lengths), sum(verified) - len(verified)
     shares = position_acceptance(pooled)
     return DecodingReport(
         acceptance_length=sum(lengths) / rounds,
-        accepted_share=accepted / (rounds * (width - 1)) if width > 1 else 0.0,
+        accepted_share=accepted / drafted if drafted else 0.0,
         position_acceptance=shares + [0.0] * (width - 1 - len(shares)),
         rounds=len(lengths),
         tokens=sum(len(generation.tokens) for generation in generations),

@@ -93,7 +93,9 @@ def report(found: Sequence[Difference], prompts: int, epsilon: float) -> str:
 def _define_flags() -> None:
     flags.DEFINE_string("target", None, "Folder, hub id, or smollm2-135m-instruct.", required=True)
     flags.DEFINE_string("drafter", None, "Drafter folder or hub id.", required=True)
-    flags.DEFINE_string("prompts", None, "Chats, one a line; their prompts are used.", required=True)
+    flags.DEFINE_string(
+        "prompts", None, "File of prompts or chats, or name of a known set such as humaneval.", required=True
+    )
     flags.DEFINE_integer("limit", 64, "Prompts to check, from the first.", lower_bound=1)
     flags.DEFINE_integer("max_new_tokens", 64, "New tokens of each.", lower_bound=1)
     flags.DEFINE_integer("batch_size", 16, "Prompts decoded together.", lower_bound=1)
@@ -104,8 +106,8 @@ def _define_flags() -> None:
 
 def _run(flag: flags.FlagValues) -> bool:
     from dflash_jax.checkpoints.huggingface import load_drafter, load_target
+    from dflash_jax.data.presets import read_prompts
     from dflash_jax.data.prompts import encode_prompts, longest_prompt
-    from dflash_jax.data.records import read_prompts
 
     target = load_target(flag.target, dtype=flag.dtype)
     longest = longest_prompt(target.config.max_position_embeddings, flag.max_new_tokens)

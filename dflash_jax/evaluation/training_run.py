@@ -32,7 +32,7 @@ from dflash_jax.training.features import FeatureSource, OnlineFeatures, feature_
 from dflash_jax.training.initialise import parameter_count
 from dflash_jax.training.offline import load_target_for, stored_features, stored_schema
 from dflash_jax.training.regression_start import drafter_by_regression, row_moments
-from dflash_jax.training.setup import mesh_for, starting_drafter, starts_from_target, step_settings
+from dflash_jax.training.setup import mask_and_taps, mesh_for, starting_drafter, starts_from_target, step_settings
 from dflash_jax.training.step import VocabularyTables
 from dflash_jax.training.teacher import shortlist_tokens
 from dflash_jax.training.trackers import check_trackers
@@ -57,6 +57,8 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
     if jax.process_count() > 1:
         _check_for_many_processes(experiment)
     mesh = mesh_of_run(experiment, devices_for(experiment.mesh))
+    if experiment.model.warm_start is None:  # a large target takes long to load, and this is known before
+        mask_and_taps(experiment.model, read_target_config(experiment.model.target))
     target = load_target_for(experiment, mesh)
     with on_mesh(mesh):
         return _prepare(experiment, target)
@@ -90,6 +92,7 @@ def _check_for_many_processes(experiment: ExperimentConfig) -> None:
 
 def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
     data = experiment.data
+    config, drafter = starting_drafter(experiment, target)
     used = rows_in_use(experiment, target, "train")
     rows, lengths, fingerprint = used
     arguments = experiment.training.rows_per_step, data.length_buckets, experiment.training.seed
@@ -101,7 +104,6 @@ def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
             batches = Batches(rows, *arguments, plan=plan)
     logger.info("%.1f %% of the tokens of an epoch are padding", 100 * batches.epochs.padding())
     experiment = _with_steps(experiment, batches)
-    config, drafter = starting_drafter(experiment, target)
     _announce(experiment, target, config, drafter, lengths)
     training = experiment.training
     # Before anything takes long: a wrong file is found now.

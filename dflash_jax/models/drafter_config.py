@@ -217,13 +217,13 @@ def check_mask_token_id(
         raise ConfigError("mask_token_id is not set; choose a token that never occurs in the data")
     if isinstance(mask_token_id, bool) or not isinstance(mask_token_id, int) or not 0 <= mask_token_id < embedding_rows:
         raise ConfigError(
-            f"mask_token_id {mask_token_id!r} lies outside the target's embedding table: must be in "
+            f"mask_token_id={mask_token_id!r} lies outside the target's embedding table: must be in "
             f"0..{embedding_rows - 1}"
         )
     clashes = [name for name, special in (special_ids or {}).items() if special == mask_token_id]
     if clashes:
         raise ConfigError(
-            f"mask_token_id {mask_token_id} equals {' and '.join(clashes)} of the target; "
+            f"mask_token_id={mask_token_id} equals {' and '.join(clashes)} of the target; "
             "choose a token with no other use"
         )
 

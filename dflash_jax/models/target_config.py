@@ -142,9 +142,9 @@ def check_target_layer_ids(target_layer_ids: Sequence[int], num_layers: int) -> 
         raise ConfigError("target_layer_ids is empty; name at least one layer of the target")
     outside = [i for i in ids if not 0 <= i < num_layers]
     if outside:
-        raise ConfigError(f"target_layer_ids {ids}: {outside} lie outside the target's layers 0..{num_layers - 1}")
+        raise ConfigError(f"target_layer_ids={ids}: {outside} lie outside the target's layers 0..{num_layers - 1}")
     if len(set(ids)) < len(ids):
-        raise ConfigError(f"target_layer_ids {ids} name a layer twice; every tap must be a different layer")
+        raise ConfigError(f"target_layer_ids={ids} name a layer twice; every tap must be a different layer")
     if num_layers - 1 in ids:
         warnings.warn(
             f"target_layer_ids {ids} tap the last layer ({num_layers - 1}), before the final norm here; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from dflash_jax.checkpoints.export import CHECKPOINTS
 from dflash_jax.checkpoints.huggingface import LoadedTarget, load_drafter, special_token_ids
 from dflash_jax.checkpoints.training_state import has_checkpoint
-from dflash_jax.config import ConfigError, ExperimentConfig, ModelConfig, OptimizerConfig
+from dflash_jax.config import ConfigError, ExperimentConfig, ModelConfig, OptimizerConfig, naming
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import (
     DrafterConfig,
@@ -36,14 +36,7 @@ logger = logging.getLogger(__name__)
 def drafter_config(model: ModelConfig, target: LoadedTarget) -> DrafterConfig:
     """Describes the drafter of an experiment: the target's sizes, with what the experiment sets in their place."""
     base = target.config
-    if model.mask_token_id is None:
-        raise ConfigError("model.mask_token_id is not set; choose an id of the target's vocabulary that no chat uses")
-    try:
-        ids = model.target_layer_ids or default_target_layer_ids(base.num_layers, model.num_taps)
-        check_target_layer_ids(ids, base.num_layers)
-        check_mask_token_id(model.mask_token_id, base.vocab_size, special_token_ids(target))
-    except ConfigError as error:
-        raise ConfigError(f"model: {error}") from error
+    mask_token_id, ids = mask_and_taps(model, base, special_token_ids(target))
     return DrafterConfig(
         hidden_size=base.hidden_size,
         intermediate_size=model.intermediate_size or base.intermediate_size,
@@ -56,14 +49,39 @@ def drafter_config(model: ModelConfig, target: LoadedTarget) -> DrafterConfig:
         max_position_embeddings=base.max_position_embeddings,
         rope=base.rope,
         block_size=model.block_size,
-        mask_token_id=model.mask_token_id,
-        target_layer_ids=tuple(ids),
+        mask_token_id=mask_token_id,
+        target_layer_ids=ids,
         num_target_layers=base.num_layers,
         layer_types=("full_attention",) * model.num_layers,
         sliding_window=None,
         is_causal=False,
         tie_word_embeddings=base.tie_word_embeddings,
     )
+
+
+def mask_and_taps(
+    model: ModelConfig, target: TargetConfig, special_ids: Mapping[str, int | None] | None = None
+) -> tuple[int, tuple[int, ...]]:
+    """The mask token of a new drafter and the layers that it taps, once they are known to be the target's.
+
+    Args:
+        special_ids: ids that no mask token may have, by name; needs the target's tokenizer.
+
+    Raises:
+        ConfigError: there is no such layer or token, or the token has another use.
+    """
+    if model.mask_token_id is None:
+        raise ConfigError("model.mask_token_id is not set; choose an id of the target's vocabulary that no chat uses")
+    ids = model.target_layer_ids
+    if not ids:
+        with naming("model.num_taps", model.num_taps):
+            ids = default_target_layer_ids(target.num_layers, model.num_taps)
+    try:
+        check_target_layer_ids(ids, target.num_layers)
+        check_mask_token_id(model.mask_token_id, target.vocab_size, special_ids)
+    except ConfigError as error:
+        raise ConfigError(f"model.{error}") from error
+    return model.mask_token_id, tuple(ids)
 
 
 def tapped_layers(model: ModelConfig, target: LoadedTarget) -> tuple[int, ...]:

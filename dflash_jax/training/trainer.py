@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 from tqdm import tqdm
 
-from dflash_jax.checkpoints.export import CHECKPOINTS, MADE_WITH, METRICS
-from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, export_drafter
+from dflash_jax.checkpoints.export import CHECKPOINTS, METRICS
+from dflash_jax.checkpoints.huggingface import MADE_WITH, LoadedDrafter, LoadedTarget, export_drafter
 from dflash_jax.checkpoints.training_state import TrainingCheckpoints
 from dflash_jax.config import ConfigError, ExperimentConfig
 from dflash_jax.data.loader import PreparedBatches
