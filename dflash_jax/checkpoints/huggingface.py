@@ -199,8 +199,8 @@ def _warn_of_other_weights(source: str, made_with: dict[str, Any], target: Loade
     if theirs and target.fingerprint and theirs != target.fingerprint:
         warnings.warn(
             f"drafter {source} was trained for {made_with.get('target')!r} with weights {theirs}, and "
-            f"{target.source!r} has {target.fingerprint}: the text stays the target's own, but proposals may be refused "
-            "more often",
+            f"{target.source!r} has {target.fingerprint}: the text stays the target's own, but proposals may be "
+            "refused more often",
             stacklevel=3,
         )
 
