@@ -5,7 +5,7 @@ probability that slots 1 … k are all accepted. Width 1 is plain decoding, so w
 drafted, and after a while that doubles each time in vain it is tried again.
 
 What a call can lose against plain decoding is bounded: rounds that are expected to cost more than they give are only
-run on an allowance of 4 plain rounds and 3 % of the tokens so far. The next call with the same drafter goes on where
+run on an allowance of 4 plain rounds and 2 % of the tokens so far. The next call with the same drafter goes on where
 this one ended: with what was lost and not made up for, with half of what was learned of the slots, and with the rest
 that was begun, if it is short. Not in the bound: costs measured wrong, what the drafter absorbs in rounds of width 1,
 which plain decoding without a drafter does not do, the round that a stream launches before it knows what the last one
@@ -15,10 +15,11 @@ gave, and what calls with one drafter that run at the same time, and share all t
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Sequence
 
 ALLOWANCE = 4.0  # plain rounds that may be lost from the start
-ALLOWANCE_SHARE = 0.03  # and of every token so far
+ALLOWANCE_SHARE = 0.02  # and of every token so far
 HALF_LIFE = 32  # rounds after which what was accepted counts half
 FAR_HALF_LIFE = 128  # the same for slots that the present width does not reach
 PRIOR = 2.0  # rounds' worth of belief that slot 1 is right
@@ -96,12 +97,12 @@ class WidthController:
         if self.costs.get(1) is None or self._plain_is_doubtful():
             return 1, 2
         if self._rest == 0:
-            width, paying = self._best_width()
+            width, wait = self._best_width()
             if width > 1:
                 chunk = min(self._chunk if width == self._width else 1, self._affordable_rounds(width))
                 return width, chunk
-            if paying:  # but not affordable yet
-                return 1, 4
+            if wait is not None:
+                return 1, max(1, min(wait, LONGEST_CHUNK))
             self._fall_back()
         return 1, min(self._rest, LONGEST_CHUNK)
 
@@ -147,8 +148,9 @@ class WidthController:
         self._rest = self._next_rest
         self._next_rest = min(2 * self._next_rest, LONGEST_REST)
 
-    def _best_width(self) -> tuple[int, bool]:
-        """The best width that can be afforded, and whether any is expected to beat plain decoding."""
+    def _best_width(self) -> tuple[int, int | None]:
+        """The best width that can be afforded, and after how many tokens of plain decoding one can be that is expected
+        to beat it; None: none is."""
         known = [self.costs.get(width) is not None for width in self.widths]
         tokens, survival, acceptance, prior = [1.0], 1.0, 1.0, PRIOR
         for tried, kept in zip(self._tried[1:], self._kept[1:], strict=True):
@@ -156,21 +158,26 @@ class WidthController:
             prior = DEEP_PRIOR
             survival *= acceptance
             tokens.append(tokens[-1] + survival)
-        best, best_rate, paying = 1, 1.0, False
+        best, best_rate, wait = 1, 1.0, math.inf
         for index, width in enumerate(self.widths[1:], start=1):
             if not (known[index] or known[index - 1]):
                 continue  # widths are tried one by one, so that no cost is a surprise
             rate = tokens[width - 1] / self._relative_cost(width, hopeful=True)
-            paying |= rate > 1
+            if rate > 1:
+                missing = self._relative_cost(width) - 1 - self._left()
+                wait = min(wait, missing / ALLOWANCE_SHARE)
             if rate > best_rate and self._affordable_rounds(width):
                 best, best_rate = width, rate
-        return best, paying
+        return best, None if wait == math.inf else math.ceil(wait)
 
     def _affordable_rounds(self, width: int) -> int:
         """How many rounds of a width may give one token each."""
         loss = self._relative_cost(width) - 1
-        left = ALLOWANCE + ALLOWANCE_SHARE * self._tokens - self._debt
-        return LONGEST_CHUNK if loss <= 0 else max(0, int(left / loss))
+        return LONGEST_CHUNK if loss <= 0 else max(0, int(self._left() / loss))
+
+    def _left(self) -> float:
+        """Of the allowance, in plain rounds."""
+        return ALLOWANCE + ALLOWANCE_SHARE * self._tokens - self._debt
 
     def _relative_cost(self, width: int, *, hopeful: bool = False) -> float:
         """Plain rounds that a round costs; where hardly one was timed, the least or the most that it can be.
