@@ -29,6 +29,7 @@ from dflash_jax.config_parts import ConfigError
 from dflash_jax.data.chat_template import arguments_from_flag
 from dflash_jax.data.presets import read_prompts
 from dflash_jax.data.prompts import encode_prompts
+from dflash_jax.decoding.adaptive import candidate_widths
 from dflash_jax.decoding.generate import Generation, generate
 from dflash_jax.evaluation.benchmark_config import PARTS, BenchmarkConfig, DecodingConfig, to_benchmark
 from dflash_jax.evaluation.benchmark_results import Arm, Cell, PromptSet, Results
@@ -141,6 +142,10 @@ def measure(
     arms: dict[int | str, dict[str, Any]] = {1: {}}
     arms |= {width: {"drafter": drafter, "width": width, "proposals": decoding.proposals} for width in widths}
     runs: dict[int | str, list[list[Generation]]] = {width: [] for width in arms}
+    # The adaptive width may try one for the first time in a timed run: the first run of a program is slow even when its
+    # compilation is left out.
+    for width in candidate_widths(drafter.model.max_width) if "adaptive" in arms else ():
+        generate(target, prompts[:batch_size], drafter=drafter, width=width, **options)
     # In turn, so that a machine that grows slower does so for all arms.
     for _ in range(1 + decoding.repetitions):
         for width, arm in arms.items():
