@@ -5,7 +5,8 @@
 
 Chats are random passages of Python's own reference, a question and an answer each, so that words repeat as they do in
 English. They are written to a file first; the command `dflash_jax.data.prepare` is then run on it and timed as a whole,
-from its start to its end, imports included. Memory is that of all its processes together, sampled.
+from its start to its end, imports included. Before, it is run on the first chat alone, which tells what of that is its
+start. Memory is that of all its processes together, sampled.
 """
 
 import json
@@ -18,12 +19,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from absl import app, flags
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("target", "smollm2-135m-instruct", "Whose tokenizer and chat template.")
-flags.DEFINE_integer("rows", 100_000, "Chats.", lower_bound=1)
+flags.DEFINE_integer("rows", 100_000, "Chats.", lower_bound=1000)
 flags.DEFINE_integer("workers", None, "Processes that render and tokenise; see the command.", lower_bound=0)
 flags.DEFINE_string("out", None, "Keep the prepared set in this folder.")
 
@@ -45,37 +47,84 @@ def write_chats(path: Path, rows: int) -> None:
             file.write(json.dumps({"id": f"chat-{row}", "messages": messages}) + "\n")
 
 
-def memory_of(process: int) -> int:
-    """Bytes that a process and its descendants hold in memory, what they share counted once."""
+class Run(NamedTuple):
+    """Of a command: seconds, seconds of processors, and the bytes in memory at its peak, all processes together."""
+
+    seconds: float
+    processors: float
+    peak: int
+
+
+def run(command: list[str], stdout: int | None = None) -> Run:
+    begun, before = time.monotonic(), processors_of_children()
+    resident = peak = 0
+    running = subprocess.Popen(command, stdout=stdout)
+    while running.poll() is None:
+        time.sleep(0.1)
+        now = resident_of(running.pid)
+        if now > 1.01 * resident:
+            resident, peak = now, max(peak, memory_of(running.pid))
+    if running.returncode:
+        sys.exit(running.returncode)
+    return Run(time.monotonic() - begun, processors_of_children() - before, peak)
+
+
+def processors_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def resident_of(process: int) -> int:
+    """Pages that a process and its descendants hold in memory, what they share counted as often as it is shared."""
     try:
-        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    except OSError:
+        return 0  # it has ended
+    return pages + sum(map(resident_of, children_of(process)))
+
+
+def memory_of(process: int) -> int:
+    """Bytes that a process and its descendants hold in memory, what they share counted once.
+
+    Linux goes through all their pages for this, which takes time of the very cores that are measured. So it is asked
+    only when there are more pages than before.
+    """
+    try:
         rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
     except OSError:
         return 0  # it has ended
     share = next(line for line in rollup.splitlines() if line.startswith("Pss:"))
-    return 1024 * int(share.split()[1]) + sum(memory_of(int(child)) for child in children)
+    return 1024 * int(share.split()[1]) + sum(map(memory_of, children_of(process)))
+
+
+def children_of(process: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def main(_):
     with tempfile.TemporaryDirectory() as scratch:
         chats = Path(scratch) / "chats.jsonl"
         write_chats(chats, FLAGS.rows)
-        out = FLAGS.out or f"{scratch}/set"
         command = [sys.executable, "-m", "dflash_jax.data.prepare", f"--target={FLAGS.target}", f"--chats={chats}"]
-        command += [f"--out={out}"] + [f"--workers={FLAGS.workers}"] * (FLAGS.workers is not None)
-        begun, peak = time.monotonic(), 0
-        running = subprocess.Popen(command)
-        while running.poll() is None:
-            peak = max(peak, memory_of(running.pid))
-            time.sleep(0.1)
-        seconds = time.monotonic() - begun
-    if running.returncode:
-        sys.exit(running.returncode)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu, cores = used.ru_utime + used.ru_stime, len(os.sched_getaffinity(0))
+        command += [f"--workers={FLAGS.workers}"] * (FLAGS.workers is not None)
+        start = run([*command, f"--out={scratch}/one", "--limit=1"], stdout=subprocess.DEVNULL)
+        whole = run([*command, f"--out={FLAGS.out or scratch + '/set'}"])
+    seconds, processors = whole.seconds - start.seconds, whole.processors - start.processors
     print(
-        f"{FLAGS.rows:,} chats in {seconds:.1f} s on {cores} cores: {FLAGS.rows / seconds:,.0f} a second; "
-        f"{cpu:.1f} s of processors: {FLAGS.rows / cpu:,.0f} a second of one core; peak {peak / 1e9:.2f} GB"
+        f"{FLAGS.rows:,} chats on {len(os.sched_getaffinity(0))} cores: {rates(whole.seconds, whole.processors)}; "
+        f"peak {whole.peak / 1e9:.2f} GB\n"
+        f"one chat: {start.seconds:.1f} s, {start.processors:.1f} s of processors; without these: "
+        f"{rates(seconds, processors)}"
+    )
+
+
+def rates(seconds: float, processors: float) -> str:
+    return (
+        f"{seconds:.1f} s, {FLAGS.rows / seconds:,.0f} a second; "
+        f"{processors:.1f} s of processors, {FLAGS.rows / processors:,.0f} a second of one core"
     )
 
 

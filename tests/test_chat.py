@@ -1,6 +1,7 @@
 """Chats to token ids: serving prompts, loss masks without generation markers, one BOS, templates that are unsafe."""
 
 import functools
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -120,6 +121,28 @@ def test_many_chats_tokenised_together_are_those_tokenised_alone():
         alone = training_rows(tokenizer, messages, template_arguments=DATE)
         assert [row.tokens.tolist() for row in rows] == [row.tokens.tolist() for row in alone]
         assert [row.loss_mask.tolist() for row in rows] == [row.loss_mask.tolist() for row in alone]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "arguments"),
+    [("messages | length == 3", {}), ("messages[0].content == 'Two?'", {}), ("false", {"conversations": 1})],
+)
+def test_chats_rendered_together_give_the_rows_and_errors_of_those_rendered_alone(refusal, arguments):
+    tokenizer = tiny_tokenizer("qwen2_5")
+    refused = f"{{% if {refusal} %}}{{{{ raise_exception('refused') }}}}{{% endif %}}"
+    tokenizer.chat_template = refused + tokenizer.chat_template
+    chats = [_chat("One?", "1."), TWO_TURNS, _chat("Two?", "2."), TWO_TURNS[:3], []]
+    renderer = TurnRenderer(tokenizer, template_arguments=arguments)
+    together, failed = renderer.rows_of(chats), 0
+    for messages, rows in zip(chats, together, strict=True):
+        if isinstance(rows, ValueError):
+            failed += 1
+            with pytest.raises(type(rows), match=f"^{re.escape(str(rows))}$"):
+                renderer.render(messages)
+        else:
+            (alone,) = renderer.tokenise([renderer.render(messages)])
+            assert [row.tokens.tolist() for row in rows] == [row.tokens.tolist() for row in alone]
+    assert failed == (5 if arguments else 3)
 
 
 def test_what_a_tokenizers_file_says_of_truncation_and_padding_does_not_touch_rows():

@@ -63,6 +63,8 @@ def test_records_are_those_of_tensorflow_datasets():
         ours = prepared.record_of(PreparedRow(row, "train", "ä.jsonl", 2**40))
         parse = tf_example_pb2.Example.FromString
         assert parse(ours) == parse(theirs)
+        # In one order of fields, so that another process writes the same bytes.
+        assert ours == parse(theirs).SerializeToString(deterministic=True)
 
 
 def test_rows_come_back_in_order_with_their_origin(folder):

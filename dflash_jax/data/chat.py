@@ -42,7 +42,7 @@ def render(
         tokenizer, messages, add_generation_prompt=add_generation_prompt, template_arguments=template_arguments
     )
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    ids = with_one_bos(tokenizer, ids, adds_bos(tokenizer))
+    ids = with_one_bos(ids, tokenizer.bos_token_id, adds_bos(tokenizer))
     _check_ids(tokenizer, ids, embedding_rows)
     return ids
 
@@ -146,9 +146,8 @@ def adds_bos(tokenizer) -> bool:
     return tokenizer.bos_token_id is not None and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
-def with_one_bos(tokenizer, ids: list[int], wanted: bool) -> list[int]:
+def with_one_bos(ids: list[int], bos: int | None, wanted: bool) -> list[int]:
     """Ids that open a sequence with one BOS, whether the template, the tokenizer, both or one of them adds it."""
-    bos = tokenizer.bos_token_id
     if bos is None:
         return ids
     while ids[:2] == [bos, bos]:

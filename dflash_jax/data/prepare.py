@@ -31,7 +31,7 @@ from dflash_jax.data.provenance import check_made_for, file_hash, meta_path, tok
 from dflash_jax.data.report import ReadReport
 from dflash_jax.data.rows import TOGETHER, Source, make_rows
 from dflash_jax.data.turns import TurnRenderer
-from dflash_jax.data.workers import map_in_order
+from dflash_jax.data.workers import map_in_order, spare_collector
 
 IN_SPLIT = 'training rows in the split "{}"'
 NO_HELDOUT = (
@@ -217,6 +217,7 @@ def _run(flag: flags.FlagValues) -> str:
             print(preview(tokenizer, row, colour=wants_colour(sys.stdout)), end="\n\n")
 
     target = describe_target(flag.target)
+    spare_collector()
     report = prepare(flag.chats, flag.out, target, settings, preset=flag.preset, workers=flag.workers, show=show)
     nothing_held_out = settings.heldout > 0 and IN_SPLIT.format("heldout") not in report.notes
     return report.table() + f"\n{NO_HELDOUT}" * nothing_held_out

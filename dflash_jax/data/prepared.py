@@ -22,7 +22,7 @@ import tensorflow_datasets as tfds
 from array_record.python import array_record_module  # type: ignore[attr-defined]
 from tensorflow_datasets.core import dataset_builder
 from tensorflow_datasets.core import splits as tfds_splits
-from tensorflow_datasets.proto import tf_example_pb2, tf_feature_pb2
+from tensorflow_datasets.proto import tf_example_pb2
 
 from dflash_jax.data.locks import only_writer
 from dflash_jax.data.rows import TrainingRow
@@ -102,11 +102,13 @@ def record_of(prepared: PreparedRow) -> bytes:
     row = prepared.row
     texts = {"ids": row.tokens.tobytes(), "mask": row.loss_mask.tobytes()}
     texts |= {"id": row.id.encode(), "file": prepared.file.encode()}
-    proto: Any = tf_feature_pb2  # its classes are made at run time, which type checkers don't see
-    features = {name: proto.Feature(bytes_list=proto.BytesList(value=[text])) for name, text in texts.items()}
-    features["line"] = proto.Feature(int64_list=proto.Int64List(value=[prepared.line]))
-    example: Any = tf_example_pb2
-    return example.Example(features=proto.Features(feature=features)).SerializeToString()
+    proto: Any = tf_example_pb2  # its classes are made at run time, which type checkers don't see
+    example = proto.Example()
+    features = example.features.feature
+    for name, text in texts.items():
+        features[name].bytes_list.value.append(text)
+    features["line"].int64_list.value.append(prepared.line)
+    return example.SerializeToString(deterministic=True)  # else fields stand in another order in every process
 
 
 class _SplitWriter:
@@ -128,8 +130,9 @@ class _SplitWriter:
 
     def write(self, record: bytes, row: TrainingRow) -> None:
         if self._writer is None:
-            # A group of one row is what makes reading any row cheap.
-            self._writer = array_record_module.ArrayRecordWriter(str(self._part(len(self._shard_rows))), "group_size:1")
+            # A group of one row is what makes reading any row cheap. More encoders have nothing to share out then.
+            path, options = self._part(len(self._shard_rows)), "group_size:1,max_parallelism:1"
+            self._writer = array_record_module.ArrayRecordWriter(str(path), options)
             self._shard_bytes.append(0)
             self._shard_rows.append(0)
         self._writer.write(record)

@@ -88,8 +88,9 @@ def make_rows(
 
 def _tokenised(sources: Sequence[Source], renderer: TurnRenderer | None) -> list[list[ChatRow] | ValueError]:
     """The rows of each source before they are cut, or why there are none."""
-    result: list[list[ChatRow] | ValueError | None] = []
-    rendered = []
+    result: list[list[ChatRow] | ValueError] = []
+    texts = [source.messages for source in sources if not isinstance(source, (Chat, TokenisedRow))]
+    of_texts = iter(renderer.rows_of(texts) if renderer else [])
     for source in sources:
         if isinstance(source, Chat):
             tokens_T, mask_T = supervised_ids(source.prompt_ids, source.answer_ids)
@@ -99,13 +100,8 @@ def _tokenised(sources: Sequence[Source], renderer: TurnRenderer | None) -> list
         elif renderer is None:
             raise ValueError(f"row {source.line} ({source.id}) is text and has to be rendered; give the tokenizer")
         else:
-            try:
-                rendered.append(renderer.render(source.messages))
-                result.append(None)
-            except ValueError as error:
-                result.append(error)
-    tokenised = iter(renderer.tokenise(rendered) if renderer else [])
-    return [next(tokenised) if rows is None else rows for rows in result]
+            result.append(next(of_texts))
+    return result
 
 
 def _cut(
@@ -120,13 +116,13 @@ def _cut(
         raise RowError(f"a token id beyond the target's embedding of {embedding_rows} rows")
     rows, too_short = [], ""
     for number, row in enumerate(made):
-        tokens_T, mask_T = row.tokens[:max_length].astype(np.int32), row.loss_mask[:max_length]
+        tokens_T, mask_T = row.tokens[:max_length].astype(np.int32, copy=False), row.loss_mask[:max_length]
         truncated = len(row.tokens) > max_length
-        if not (mask_T[:-1] & mask_T[1:]).any():
+        if not np.count_nonzero(mask_T[:-1] & mask_T[1:]):
             where = f" in its first {max_length} tokens" if truncated else ""
             too_short = f"fewer than {MIN_SUPERVISED} supervised tokens in a row{where}"
             continue
-        report.add(len(tokens_T), int(mask_T.sum()), truncated)
+        report.add(len(tokens_T), int(np.count_nonzero(mask_T)), truncated)
         rows.append(TrainingRow(source.id if len(made) == 1 else f"{source.id}.{number}", tokens_T, mask_T))
     if not rows:
         raise RowError(too_short)

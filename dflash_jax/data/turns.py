@@ -6,15 +6,16 @@ open that row unchanged. Where they don't, because the template rewrites what is
 or tokens straddle a seam, the earlier answer gets a row of its own.
 """
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dflash_jax.data import chat
-from dflash_jax.data.chat_template import check_safe, render_text
+from dflash_jax.data.chat_template import check_safe, render_texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +58,17 @@ class TurnRenderer:
         check_safe(tokenizer)
         self.tokenizer = tokenizer
         self._arguments = template_arguments
-        self._adds_bos = chat.adds_bos(tokenizer)
+        self._bos, self._adds_bos = tokenizer.bos_token_id, chat.adds_bos(tokenizer)
         self._seams = chat.seams(tokenizer)
         # Files of tokenizers may ask for both, which `tokenizer(text)` overrules and the tokeniser inside does not.
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
+
+    def rows_of(self, chats: Sequence[chat.Messages]) -> list[list[ChatRow] | ValueError]:
+        """Training rows of many chats, or the error that `render` raises for one of them."""
+        rendered = self._render_all(chats)
+        tokenised = iter(self.tokenise([turns for turns in rendered if not isinstance(turns, ValueError)]))
+        return [turns if isinstance(turns, ValueError) else next(tokenised) for turns in rendered]
 
     def render(self, messages: chat.Messages) -> list[RenderedTurn]:
         """Renders every answer of a chat with what precedes it.
@@ -70,11 +77,7 @@ class TurnRenderer:
           ChatTemplateError: the template fails on these messages, or renders no assistant text.
           ValueError: the chat doesn't end with an answer.
         """
-        if not messages or messages[-1]["role"] != "assistant":
-            role = messages[-1]["role"] if messages else None
-            raise ValueError(f"a chat to train on must end with an assistant message, not with role {role!r}")
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        return [self._render_turn(messages[: turn + 1]) for turn in turns]
+        return [turn for until in _until_each_answer(messages) for turn in self._render_turns([until])]
 
     def tokenise(self, chats: Sequence[Sequence[RenderedTurn]]) -> list[list[ChatRow]]:
         """Training rows of rendered chats: one of all answers, preceded by those of answers that don't fit into it.
@@ -84,18 +87,34 @@ class TurnRenderer:
         ids = self._encode([text for turns in chats for turn in turns for text in _texts(turn)])
         return [_chat_rows([self._tokenised(turn, ids) for turn in turns]) for turns in chats]
 
-    def _render_turn(self, messages: chat.Messages) -> RenderedTurn:
-        serving = self._text(messages[:-1], add_generation_prompt=True)
-        text = self._text(messages, add_generation_prompt=False)
-        start, end = chat.answer_span(self.tokenizer, messages, text, serving, self._arguments)
-        return RenderedTurn(serving, text[:start], text[start:end], text[end:])
+    def _render_all(self, chats: Sequence[chat.Messages]) -> list[list[RenderedTurn] | ValueError]:
+        """What `render` gives of each chat, or its error; together, which takes half the time, where none fails."""
+        with contextlib.suppress(ValueError):
+            untils = [_until_each_answer(messages) for messages in chats]
+            turns = iter(self._render_turns([until for several in untils for until in several]))
+            return [[next(turns) for _ in several] for several in untils]
+        return [self._render_or_error(messages) for messages in chats]
 
-    def _text(self, messages: chat.Messages, *, add_generation_prompt: bool) -> str:
-        return render_text(
-            self.tokenizer,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            template_arguments=self._arguments,
+    def _render_or_error(self, messages: chat.Messages) -> list[RenderedTurn] | ValueError:
+        try:
+            return self.render(messages)
+        except ValueError as error:
+            return error
+
+    def _render_turns(self, chats: Sequence[chat.Messages]) -> list[RenderedTurn]:
+        """The last answer of each chat, with what precedes it."""
+        servings = self._texts([messages[:-1] for messages in chats], add_generation_prompt=True)
+        texts = self._texts(chats, add_generation_prompt=False)
+        turns = []
+        for messages, serving, text in zip(chats, servings, texts, strict=True):
+            start, end = chat.answer_span(self.tokenizer, messages, text, serving, self._arguments)
+            prompt = serving if text[:start] == serving else text[:start]  # rarely two texts, and then kept once
+            turns.append(RenderedTurn(serving, prompt, text[start:end], text[end:]))
+        return turns
+
+    def _texts(self, chats: Sequence[chat.Messages], *, add_generation_prompt: bool) -> list[str]:
+        return render_texts(
+            self.tokenizer, chats, add_generation_prompt=add_generation_prompt, template_arguments=self._arguments
         )
 
     def _encode(self, texts: list[str]) -> Iterator[list[int]]:
@@ -105,14 +124,14 @@ class TurnRenderer:
         different = list(dict.fromkeys(itertools.chain.from_iterable(pieces)))
         encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(different, add_special_tokens=False)
         ids = {piece: encoding.ids for piece, encoding in zip(different, encodings, strict=True)}
-        return (list(itertools.chain.from_iterable(ids[piece] for piece in several)) for several in pieces)
+        return (_joined([ids[piece] for piece in several]) for several in pieces)
 
     def _tokenised(self, turn: RenderedTurn, ids: Iterator[list[int]]) -> "_TokenisedTurn":
         prompt, answer, rest = (next(ids) for _ in range(3))
-        prompt = chat.with_one_bos(self.tokenizer, prompt, self._adds_bos)
+        prompt = chat.with_one_bos(prompt, self._bos, self._adds_bos)
         if turn.serving == turn.prompt:
             return _TokenisedTurn(prompt, prompt, answer, rest)
-        return _TokenisedTurn(chat.with_one_bos(self.tokenizer, next(ids), self._adds_bos), prompt, answer, rest)
+        return _TokenisedTurn(chat.with_one_bos(next(ids), self._bos, self._adds_bos), prompt, answer, rest)
 
 
 def training_rows(
@@ -139,14 +158,33 @@ class _TokenisedTurn:
     rest: list[int]
 
 
+def _until_each_answer(messages: chat.Messages) -> list[chat.Messages]:
+    """The chat up to each of its answers.
+
+    Raises:
+      ValueError: it doesn't end with an answer.
+    """
+    if not messages or messages[-1]["role"] != "assistant":
+        role = messages[-1]["role"] if messages else None
+        raise ValueError(f"a chat to train on must end with an assistant message, not with role {role!r}")
+    return [messages[:end] for end, message in enumerate(messages, start=1) if message["role"] == "assistant"]
+
+
 def _texts(turn: RenderedTurn) -> list[str]:
     texts = [turn.prompt, turn.answer, turn.rest]
     return texts if turn.serving == turn.prompt else [*texts, turn.serving]
 
 
+def _joined(lists: Iterable[list[int]]) -> list[int]:
+    joined = []
+    for ids in lists:
+        joined += ids  # sooner than element by element, as itertools.chain does it
+    return joined
+
+
 def _chat_rows(turns: Sequence[_TokenisedTurn]) -> list[ChatRow]:
     *earlier, last = turns
-    ids = last.prompt + last.answer + last.rest
+    ids = _joined([last.prompt, last.answer, last.rest])
     mask = np.zeros(len(ids), bool)
     mask[len(last.prompt) : len(last.prompt) + len(last.answer)] = True
     rows = []
@@ -156,4 +194,4 @@ def _chat_rows(turns: Sequence[_TokenisedTurn]) -> list[ChatRow]:
             mask[start:end] = True
         else:
             rows += _chat_rows([turn])
-    return [*rows, ChatRow(np.asarray(ids, np.int32), mask, last.serving == last.prompt)]
+    return [*rows, ChatRow(np.fromiter(ids, np.int32, len(ids)), mask, last.serving == last.prompt)]
