@@ -59,10 +59,11 @@ ROOM = 0.95  # of a device's memory: the rest is the runtime's
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One compiled program. seconds: of compiling. memory, in bytes on each device: temporary, and of results that
-    don't take an argument's place."""
+    """One compiled program. sizes: for what rows, in words. seconds: of compiling. memory, in bytes on each device:
+    temporary, and of results that don't take an argument's place."""
 
     name: str
+    sizes: str
     seconds: float
     temporary: float
     results: float
@@ -121,14 +122,18 @@ def training_step(models: Models) -> jax.stages.Lowered:
     B, D = experiment.training.rows_per_step // parts, models.target_config.hidden_size
     M = len(models.drafter_config.target_layer_ids)
 
+    dtype, teacher = jnp.dtype(experiment.model.target_dtype), experiment.training.loss == "teacher"
+
     def rows(dtype, *sizes: int):
         return models.array((parts, B, *sizes), dtype, None, "rows")
 
-    dtype, teacher = jnp.dtype(experiment.model.target_dtype), experiment.training.loss == "teacher"
-    hidden = rows(dtype, T, D) if teacher else None
+    def features(*sizes: int):
+        return models.array((parts, B, T, *sizes, D), dtype, None, "rows", "positions")
+
+    hidden = features() if teacher else None
     shortlist = models.array((experiment.training.loss_tokens, D), dtype) if teacher else None
     starts = rows(jnp.int32, T) if experiment.data.packing else None
-    batch = Batch(rows(jnp.int32, T), rows(bool, T), rows(jnp.int32), rows(dtype, T, M, D), hidden, starts)
+    batch = Batch(rows(jnp.int32, T), rows(bool, T), rows(jnp.int32), features(M), hidden, starts)
     optimizer = optimizer_of(experiment.optimizer, experiment.training.steps or 1000)
     state = models.placed(jax.eval_shape(lambda drafter: initial_state(drafter, optimizer), models.drafter))
     head = models.target.embedding if models.target.head is None else models.target.head
@@ -166,8 +171,23 @@ def decoding_round(models: Models, *, batch: int, context: int) -> jax.stages.Lo
     return run_rounds.lower(flatten(models.target, drafter), state, number, number, settings=settings)
 
 
-def compiled(name: str, lower: Callable[[], jax.stages.Lowered], target: Hardware, dump: str | None = None) -> Program:
-    """Compiles one program and reads what the compiler says of it. dump: a folder for its text."""
+def sizes_of(models: Models, *, batch: int, context: int) -> dict[str, str]:
+    """For what rows each program is compiled, in words."""
+    training, length = models.experiment.training, models.experiment.data.length_buckets[-1]
+    width, parts = models.drafter_config.block_size, training.accumulation
+    return {
+        "features": f"{training.rows_per_step} rows of {length} tokens",
+        "step": f"{parts} × {training.rows_per_step // parts} rows of {length} tokens, "
+        f"{training.anchors_per_row} anchors × {width} slots a row",
+        "decode": f"batch {batch}, width {width}, caches of {cache_bucket(context + width)} positions",
+    }
+
+
+def compiled(
+    name: str, sizes: str, lower: Callable[[], jax.stages.Lowered], target: Hardware, dump: str | None = None
+) -> Program:
+    """Compiles one program and reads what the compiler says of it. sizes: as in Program. dump: a folder for its
+    text."""
     begun = time.monotonic()
     program = lower().compile(compiler_options=target.options)
     seconds = time.monotonic() - begun
@@ -178,6 +198,7 @@ def compiled(name: str, lower: Callable[[], jax.stages.Lowered], target: Hardwar
             (Path(dump) / f"{name}.{target.name.replace(':', '-')}.hlo").write_text(text, encoding="utf-8")
     return Program(
         name=name,
+        sizes=sizes,
         seconds=seconds,
         temporary=memory.temp_size_in_bytes,
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
@@ -194,7 +215,7 @@ def resident(models: Models) -> dict[str, float]:
     features = models.array(
         (training.rows_per_step, T, arrays, models.target_config.hidden_size),
         jnp.dtype(models.experiment.model.target_dtype),
-        "rows",
+        *("rows", "positions"),
     )
     kinds = {"target": models.target, "drafter": state.drafter, "moments": state.optimizer, "features": features}
     return {kind: sum(map(_device_bytes, jax.tree.leaves(tree))) for kind, tree in kinds.items()}
@@ -236,7 +257,7 @@ def report(models: Models, programs: list[Program], target: Hardware) -> tuple[s
         lines.append(_row(*cells))
     for program in programs:
         kinds = [f"{kind} ×{count} {_gb(program.work.bytes[kind])} GB" for kind, count in program.work.count.items()]
-        lines.append(f"{program.name}: collectives {', '.join(kinds) or 'none'}")
+        lines.append(f"{program.name}: {program.sizes}; collectives {', '.join(kinds) or 'none'}")
     if not fits:
         lines.append(
             "Does not fit: raise mesh.fsdp (parameters, moments), training.accumulation, mesh.data or, for long rows, "
@@ -271,13 +292,15 @@ def check(experiment: ExperimentConfig, config: TargetConfig, target: Hardware, 
     """Compiles the programs that were asked for, prints the report, and says whether all fit."""
     mesh = mesh_for(experiment, config, target.devices)
     models = Models(experiment, config, mesh)
+    decoded = {"batch": options.decode_batch, "context": options.decode_context}
     known = {
         "features": lambda: feature_pass(models),
         "step": lambda: training_step(models),
-        "decode": lambda: decoding_round(models, batch=options.decode_batch, context=options.decode_context),
+        "decode": lambda: decoding_round(models, **decoded),
     }
+    sizes, names = sizes_of(models, **decoded), options.programs.split(",")
     with jax.set_mesh(mesh):
-        programs = [compiled(name, known[name], target, options.dump) for name in options.programs.split(",")]
+        programs = [compiled(name, sizes[name], known[name], target, options.dump) for name in names]
     text, fits = report(models, programs, target)
     print(text, flush=True)
     return fits

@@ -18,7 +18,7 @@ from dflash_jax.compiled_work import Work, array_bytes, work_of
 from dflash_jax.config import to_experiment
 from dflash_jax.hardware import CHIPS, Hardware, HardwareError, hardware
 from dflash_jax.models.family import parse_target_config
-from dflash_jax.sharding import make_mesh, mesh_sizes
+from dflash_jax.sharding import MESH_AXES, make_mesh, mesh_sizes
 from dflash_jax.training.setup import mesh_for
 
 PAPER = ["qwen3_4b", "qwen3_8b", "llama31_8b", "qwen3_8b_thinking", "qwen3_8b_long_context"]
@@ -127,7 +127,7 @@ def test_a_tiny_experiment_compiles_for_a_tpu_slice(tmp_path, capsys):
     assert "v5e:2x2: mesh data 2, fsdp 2, sequence 1, tensor 1; 16 GB a device" in text
     rows = {line.split(" | ")[0].lstrip("| "): line for line in text.splitlines() if line.startswith("| ")}
     assert {"features", "step", "decode"} <= set(rows) and all("yes" in rows[name] for name in ("features", "step"))
-    assert "step: collectives" in text and "all-reduce" in text
+    assert "step: 2 × 4 rows of 32 tokens, 6 anchors × 4 slots a row; collectives" in text and "all-reduce" in text
 
 
 def test_the_teacher_loss_and_packing_have_their_arrays(tmp_path):
@@ -144,9 +144,39 @@ def test_the_teacher_loss_and_packing_have_their_arrays(tmp_path):
     assert compile_check.resident(models)["features"] == 4 * math.prod(taps) + 4 * math.prod(hidden)
 
 
+def test_the_sizes_of_the_programs_are_those_they_are_compiled_for(tmp_path):
+    fields = {"training__rows_per_step": 6, "training__accumulation": 2}
+    experiment = settings(tmp_path, tmp_path / "chats.jsonl", tmp_path / "run", **fields)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    models = compile_check.Models(experiment, parse_target_config(TINY), mesh)
+    decoded = {"batch": 3, "context": 300}
+    with jax.set_mesh(mesh):
+        programs = {
+            "features": compile_check.feature_pass(models),
+            "step": compile_check.training_step(models),
+            "decode": compile_check.decoding_round(models, **decoded),
+        }
+    shapes = {name: {leaf.shape for leaf in jax.tree.leaves(program.in_avals)} for name, program in programs.items()}
+    assert compile_check.sizes_of(models, **decoded) == {
+        "features": "6 rows of 32 tokens",
+        "step": "2 × 3 rows of 32 tokens, 6 anchors × 4 slots a row",
+        "decode": "batch 3, width 4, caches of 384 positions",
+    }
+    assert (6, 32) in shapes["features"] and (2, 3, 32) in shapes["step"]
+    assert (3, 2, 384, 8) in shapes["decode"] and "3x4x64xf32" in programs["decode"].as_text()  # a cache, logits
+
+
+def test_features_of_long_rows_are_divided_by_rows_and_positions(tmp_path):
+    experiment = settings(tmp_path, tmp_path / "chats.jsonl", tmp_path / "run", training__loss="teacher")
+    mesh = jax.sharding.AbstractMesh((1, 2, 4, 1), MESH_AXES)
+    models = compile_check.Models(experiment, parse_target_config(TINY), mesh)
+    features = 4 * 32 * (2 + 1) * 32 * 4  # rows, tokens, two taps and the final states, sizes, bytes
+    assert compile_check.resident(models)["features"] == features / 8
+
+
 def test_what_does_not_fit_is_said_and_how_it_may():
     models = compile_check.Models.__new__(compile_check.Models)
-    programs = [compile_check.Program("step", 1.0, temporary=90e9, results=0.0, work=Work(flops=459e12))]
+    programs = [compile_check.Program("step", "2 × 4 rows", 1.0, temporary=90e9, results=0.0, work=Work(flops=459e12))]
     target = Hardware("v5p:2x2x2", CHIPS["v5p"], [], {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_check, "resident", lambda models: {"target": 1e9})
@@ -154,6 +184,7 @@ def test_what_does_not_fit_is_said_and_how_it_may():
         text, fits = compile_check.report(models, programs, target)
     assert not fits and "| NO |" in text and "raise mesh.fsdp" in text
     assert "| 1e+03 | compute |" in text  # a second, of 459 TFLOP at 459 TFLOP/s
+    assert "step: 2 × 4 rows; collectives none" in text
 
 
 @requires_libtpu
@@ -190,7 +221,7 @@ def test_a_program_that_can_not_be_written_names_the_flag(tmp_path):
     lowered = SimpleNamespace(compile=lambda compiler_options: program)
     target = SimpleNamespace(name="v5e:2x2", options=None)
     with pytest.raises(ValueError, match=f"--dump='{tmp_path}': can't be written: .*Is a directory"):
-        compile_check.compiled("step", lambda: lowered, target, str(tmp_path))
+        compile_check.compiled("step", "", lambda: lowered, target, str(tmp_path))
 
 
 @requires_libtpu

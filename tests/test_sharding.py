@@ -173,13 +173,14 @@ def check_work(sizes: tuple[int, int, int]) -> None:
 
 
 def check_long_rows(sizes: tuple[int, ...]) -> None:
-    """One row over all devices: each has its share of the positions, of the blocks and of the work on them."""
+    """Two rows over all devices: each has its share of the positions, of the blocks and of the work on them."""
     import jax
     import jax.numpy as jnp
     import numpy as np
     import optax
 
     from dflash_jax.compiled_work import work_of
+    from dflash_jax.models import attention
     from dflash_jax.sharding import make_mesh, place_parameters, to_devices
     from dflash_jax.training.step import (
         Batch,
@@ -190,18 +191,19 @@ def check_long_rows(sizes: tuple[int, ...]) -> None:
         train_step,
     )
 
+    attention.QUERY_CHUNK = 16  # a device's share of a row is four chunks
     target, drafter = models()
     settings = StepSettings(
         anchors=64, width=4, mask_id=63, gamma=4.0, loss_chunk=16, compute_dtype="float32", seed=0, backend="xla"
     )
     optimizer = optax.sgd(0.1)
-    tokens_1T = np.random.default_rng(0).integers(0, 64, (1, 512)).astype(np.int32)
+    tokens_2T = np.random.default_rng(0).integers(0, 64, (2, 512)).astype(np.int32)
 
     def run(mesh):
         """The taps' shares, FLOPs of features and step, and the loss."""
         with jax.set_mesh(mesh):
             model, state = place_parameters(mesh, (target.model, initial_state(drafter.model, optimizer)))
-            tokens, mask, rows = to_devices((tokens_1T, np.ones((1, 512), bool), np.zeros(1, np.int32)))
+            tokens, mask, rows = to_devices((tokens_2T, np.ones((2, 512), bool), np.arange(2, dtype=np.int32)))
             features = hidden_and_taps.lower(model, tokens, layers=(0, 1)).compile()
             _, taps = features(model, tokens)
             batch = jax.tree.map(lambda x: x[None], Batch(tokens, mask, rows, taps))
@@ -214,7 +216,7 @@ def check_long_rows(sizes: tuple[int, ...]) -> None:
             return shares, flops, float(step(own_state, tables, batch)[1].loss)
 
     (_, alone, wanted), (shares, shared, ours) = run(make_mesh(devices=jax.devices()[:1])), run(mesh_of(sizes))
-    assert shares == {(1, 64, 2, 32)}
+    assert shares == {(2, 64, 2, 32)}
     assert all(8 * mine < 1.1 * whole for mine, whole in zip(shared, alone, strict=True)), (shared, alone)
     np.testing.assert_allclose(ours, wanted, rtol=2e-6)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -12,18 +14,17 @@ FEW_ROWS = 64
 def project(x: jax.Array, weight_OI: jax.Array, *, dtype=None) -> jax.Array:
     """Maps the last axis: x [..., I] → [..., O], in `dtype` (default: the dtype of x)."""
     dtype = x.dtype if dtype is None else dtype
-    rows_RI = x.reshape(-1, x.shape[-1])
 
-    def plain(rows_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
-        return jnp.einsum("ri,oi->ro", rows_RI, weight_OI, preferred_element_type=dtype)
+    def plain(x: jax.Array, weight_OI: jax.Array) -> jax.Array:
+        # Axes stay apart: where the second is divided among devices, joining it to the first would gather it.
+        return jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=dtype)
 
-    def weights_first(rows_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
+    def weights_first(x: jax.Array, weight_OI: jax.Array) -> jax.Array:
+        rows_RI = x.reshape(-1, x.shape[-1])
         product_OR = jnp.einsum("oi,ri->or", weight_OI, rows_RI, preferred_element_type=dtype)
         # Without the barrier XLA folds the transposition into the product, which is `plain` again.
-        return jax.lax.optimization_barrier(product_OR).T
+        return jax.lax.optimization_barrier(product_OR).T.reshape(*x.shape[:-1], len(weight_OI))
 
-    if 1 < len(rows_RI) <= FEW_ROWS:
-        y_RO = jax.lax.platform_dependent(rows_RI, weight_OI, cpu=weights_first, default=plain)
-    else:
-        y_RO = plain(rows_RI, weight_OI)
-    return y_RO.reshape(*x.shape[:-1], len(weight_OI))
+    if 1 < math.prod(x.shape[:-1]) <= FEW_ROWS:
+        return jax.lax.platform_dependent(x, weight_OI, cpu=weights_first, default=plain)
+    return plain(x, weight_OI)
