@@ -21,6 +21,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 from dflash_jax import generate, load_drafter, load_target
+from dflash_jax.cli import parsed_flags
 from dflash_jax.data.presets import read_prompts
 from dflash_jax.data.prompts import encode_prompts
 from dflash_jax.decoding.adaptive import candidate_widths
@@ -126,4 +127,4 @@ def _script(prompt: list[int], answer: list[int], width: int) -> jax.Array:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parsed_flags)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from absl import app, flags
 
 from dflash_jax import load_drafter, load_target
+from dflash_jax.cli import parsed_flags
 from dflash_jax.decoding.flat import flatten
 from dflash_jax.decoding.loop import LoopSettings, prefill, run_rounds
 from dflash_jax.decoding.request import Options, cache_bucket, checked_options
@@ -121,4 +122,4 @@ def _median(run) -> float:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parsed_flags)

@@ -9,6 +9,7 @@ import time
 
 from absl import app, flags
 
+from dflash_jax.cli import parsed_flags
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.packing import PackedPlan
 from dflash_jax.data.pipeline import EpochPlan
@@ -40,4 +41,4 @@ def main(_):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parsed_flags)

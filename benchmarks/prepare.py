@@ -23,9 +23,11 @@ from typing import NamedTuple
 
 from absl import app, flags
 
+from dflash_jax.cli import parsed_flags
+
 FLAGS = flags.FLAGS
 flags.DEFINE_string("target", "smollm2-135m-instruct", "Whose tokenizer and chat template.")
-flags.DEFINE_integer("rows", 100_000, "Chats.", lower_bound=1000)
+flags.DEFINE_integer("rows", 100_000, "Chats.", lower_bound=5000)
 flags.DEFINE_integer("workers", None, "Processes that render and tokenise; see the command.", lower_bound=0)
 flags.DEFINE_string("out", None, "Keep the prepared set in this folder.")
 
@@ -129,4 +131,4 @@ def rates(seconds: float, processors: float) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parsed_flags)

@@ -45,6 +45,11 @@ def settings_from_flags(argv: Sequence[str], parts: Parts, *, example: str) -> d
     """
     file, overrides = _read_arguments(list(argv[1:]), example)
     settings = load_config_file(file)
+    if unknown := sorted(set(settings) - set(parts)):
+        raise ConfigError(
+            f"--config={file}: it sets {', '.join(unknown)}, and this command knows {', '.join(parts)}; is it a config "
+            "file of another command?"
+        )
     for dotted, text in overrides:
         part, _, field = dotted.partition(".")
         if not field:

@@ -8,6 +8,7 @@ import inspect
 import textwrap
 import typing
 from collections.abc import Sequence
+from typing import Any
 
 from dflash_jax.config_parts import Parts
 from dflash_jax.config_types import described
@@ -23,10 +24,17 @@ def help_on_fields(parts: Parts) -> str:
     paragraphs = ["--config FILE sets fields, --config.part.field=value changes one:"]
     for name, part in parts.items():
         hints = typing.get_type_hints(part)
-        rows = [(f"--config.{name}.{f.name}={f.default!r}", described(hints[f.name])) for f in dataclasses.fields(part)]
-        fields = "\n".join(f"  {flag}  {values}" for flag, values in rows)
+        fields = "\n".join(
+            f"  --config.{name}.{field.name}={_as_flag(field.default)}  {described(hints[field.name])}"
+            for field in dataclasses.fields(part)
+        )
         paragraphs.append(f"{fields}\n\n{textwrap.indent(inspect.cleandoc(part.__doc__ or ''), '    ')}")
     return "\n\n".join(paragraphs)
+
+
+def _as_flag(value: Any) -> str:
+    """A value as a flag takes it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def config_parser(module: str, description: str | None) -> argparse.ArgumentParser:

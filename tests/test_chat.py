@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import tiny_tokenizer
 from tokenizers import AddedToken, pre_tokenizers
 
+from dflash_jax.data import turns
 from dflash_jax.data.chat import render
 from dflash_jax.data.chat_template import ChatTemplateError
 from dflash_jax.data.turns import TurnRenderer, training_rows
@@ -143,6 +144,20 @@ def test_chats_rendered_together_give_the_rows_and_errors_of_those_rendered_alon
             (alone,) = renderer.tokenise([renderer.render(messages)])
             assert [row.tokens.tolist() for row in rows] == [row.tokens.tolist() for row in alone]
     assert failed == (5 if arguments else 3)
+
+
+@pytest.mark.parametrize(("clock", "most"), [("", 2), ("{% set today = strftime_now('%d') %}", 1)])
+def test_a_template_that_asks_for_the_time_renders_prompt_and_answer_together(monkeypatch, clock, most):
+    tokenizer, rendered, right = tiny_tokenizer("qwen2_5"), [], turns.render_texts
+
+    def counted(tokenizer, conversations, **options):
+        rendered.append(len(conversations))
+        return right(tokenizer, conversations, **options)
+
+    monkeypatch.setattr(turns, "render_texts", counted)
+    tokenizer.chat_template = clock + tokenizer.chat_template
+    TurnRenderer(tokenizer).rows_of([_chat("One?", "1."), _chat("Two?", "2.")])
+    assert set(rendered) == {most}
 
 
 def test_what_a_tokenizers_file_says_of_truncation_and_padding_does_not_touch_rows():

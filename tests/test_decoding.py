@@ -189,7 +189,7 @@ def test_prompts_of_forty_lengths_share_a_few_compilations():
         ("hello", {}, "prompts is one string"),
         ([[1]], {"width": 5, "drafter": DRAFTER}, "width=5 must be 'adaptive' or between 1 and 4"),
         ([[1]], {"width": 0, "drafter": DRAFTER}, "width=0"),
-        ([[1]], {"width": 2}, "width=2 must be 'adaptive' or between 1 and 1"),
+        ([[1]], {"width": 2}, "width=2 needs a drafter"),
         ([[1]], {"width": 4.0, "drafter": DRAFTER}, "width=4.0"),
         ([[1]], {"max_new_tokens": -1}, "max_new_tokens=-1"),
         ([[1]], {"max_new_tokens": 1.5}, "max_new_tokens=1.5 must be an integer"),
@@ -197,6 +197,8 @@ def test_prompts_of_forty_lengths_share_a_few_compilations():
         ([[1]], {"temperature": float("nan")}, "temperature=nan"),
         ([[1]], {"temperature": "1"}, "temperature='1' must be a number"),
         ([[1]], {"top_p": "1"}, "top_p='1' must be a number"),
+        ([[1]], {"temperature": 1e39}, "temperature=1e[+]39 must be a number, 0 or more, and finite"),
+        ([[1]], {"temperature": 1j}, "temperature=1j must be a number"),
         ([[1], [2]], {"seed": [1, 2, 3]}, "seed lists 3 values for 2 prompts"),
         ([[1]], {"batch_size": 0}, "batch_size=0"),
         ([[1]], {"batch_size": 0, "max_new_tokens": 0}, "batch_size=0"),
@@ -214,6 +216,6 @@ def test_no_prompts_give_no_results():
 
 def test_numpy_integers_are_integers():
     prompts = [np.array([3, 1, 4])]
-    (ours,) = generate(TARGET, prompts, max_new_tokens=5, temperature=0.5, seed=np.int64(3))
+    (ours,) = generate(TARGET, prompts, max_new_tokens=5, temperature=np.array(0.5), seed=np.int64(3))
     (wanted,) = generate(TARGET, [[3, 1, 4]], max_new_tokens=5, temperature=0.5, seed=3)
     assert ours == wanted

@@ -128,9 +128,13 @@ def test_a_drafter_of_other_weights_of_the_same_shape_is_told_of(drafter_folder,
     load_drafter(drafter_folder, target=target)
     assert not recwarn.list
     (drafter_folder / "training.json").write_text(json.dumps(record | {"target_fingerprint": "0123"}))
-    with pytest.warns(UserWarning, match=f"trained for 'org/first-version' with weights 0123.*{target.fingerprint}"):
+    with pytest.warns(UserWarning, match=f"'org/first-version' with fingerprint 0123.*{target.fingerprint}"):
         load_drafter(drafter_folder, target=target)
     load_drafter(drafter_folder)  # without a target there is nothing to compare with
+    (drafter_folder / "training.json").write_text("[")
+    recwarn.clear()
+    load_drafter(drafter_folder, target=target)
+    assert not recwarn.list
 
 
 def test_a_mask_token_that_is_a_stop_token_of_the_target_is_refused(drafter_folder, tmp_path):

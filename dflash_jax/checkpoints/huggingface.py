@@ -1,5 +1,6 @@
 """Loading targets and drafters from Hugging Face folders, and exporting drafters."""
 
+import contextlib
 import json
 import secrets
 import shutil
@@ -177,7 +178,8 @@ def load_drafter(
     if target is not None:
         check_drafter_matches_target(config, target.config)
         check_mask_token_id(config.mask_token_id, target.config.vocab_size, special_token_ids(target))
-        _warn_of_other_weights(str(source), read_made_with(folder), target)
+        with contextlib.suppress(CheckpointError):  # a damaged record costs a warning, and no drafter
+            _warn_of_other_weights(str(source), read_made_with(folder), target)
     model = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
     with TensorFolder(folder) as tensors:
         fill(model, drafter_entries(config), tensors, dtype=dtype, mesh=mesh)
@@ -198,9 +200,9 @@ def _warn_of_other_weights(source: str, made_with: dict[str, Any], target: Loade
     theirs = made_with.get("target_fingerprint")
     if theirs and target.fingerprint and theirs != target.fingerprint:
         warnings.warn(
-            f"drafter {source} was trained for {made_with.get('target')!r} with weights {theirs}, and "
-            f"{target.source!r} has {target.fingerprint}: the text stays the target's own, but proposals may be "
-            "refused more often",
+            f"drafter {source} was trained for {made_with.get('target')!r} with fingerprint {theirs}, and "
+            f"{target.source!r} has {target.fingerprint}: if its weights are others, proposals may be refused more "
+            "often; the text stays the target's own",
             stacklevel=3,
         )
 

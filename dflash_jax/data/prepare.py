@@ -35,8 +35,8 @@ from dflash_jax.data.workers import map_in_order, spare_collector
 
 IN_SPLIT = 'training rows in the split "{}"'
 NO_HELDOUT = (
-    "no chat fell to the split \"heldout\": raise --heldout, or train with --config.data.heldout_file='', which "
-    "evaluates nothing"
+    'no chat fell to the split "heldout": raise --heldout (where rows name no split themselves), or train with '
+    "--config.data.heldout_file='', which evaluates nothing"
 )
 _SPLIT_NAME = re.compile(r"(?!all$)[a-z][a-z0-9_]*")
 

@@ -116,8 +116,10 @@ def _cut(
         raise RowError(f"a token id beyond the target's embedding of {embedding_rows} rows")
     rows, too_short = [], ""
     for number, row in enumerate(made):
-        tokens_T, mask_T = row.tokens[:max_length].astype(np.int32, copy=False), row.loss_mask[:max_length]
+        tokens_T, mask_T = row.tokens.astype(np.int32, copy=False), row.loss_mask
         truncated = len(row.tokens) > max_length
+        if truncated:  # copies: a view would keep all of a long row in memory
+            tokens_T, mask_T = tokens_T[:max_length].copy(), mask_T[:max_length].copy()
         if not np.count_nonzero(mask_T[:-1] & mask_T[1:]):
             where = f" in its first {max_length} tokens" if truncated else ""
             too_short = f"fewer than {MIN_SUPERVISED} supervised tokens in a row{where}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -77,6 +75,8 @@ def checked_request(target, prompts, options: Options) -> Request:
     for name, given in (("target", target), ("drafter", options.drafter)):
         if isinstance(given, str | PathLike):
             raise ValueError(f"{name}={str(given)!r} is a name; pass what load_{name} makes of it")
+    if options.drafter is None and options.width not in (None, 1, "adaptive"):
+        raise ValueError(f"width={options.width!r} needs a drafter; without one nothing is proposed")
     drafter = NoDrafter() if options.drafter is None else options.drafter.model
     width, sampling = checked_options(options, len(prompts), drafter.max_width)
     ids = [_token_ids(target, prompt, index) for index, prompt in enumerate(prompts)]
@@ -180,13 +180,13 @@ def _sampling(options: Options, count: int) -> Sampling:
     top_k = [0 if value is None else value for value in _per_row("top_k", options.top_k, count)]
     top_p = [1.0 if value is None else value for value in _per_row("top_p", options.top_p, count)]
     for value in temperatures:
-        if not (_is_number(value) and math.isfinite(value) and value >= 0):
+        if not (_is_finite(value) and value >= 0):
             raise ValueError(f"temperature={value!r} must be a number, 0 or more, and finite")
     for value in top_k:
         if not isinstance(value, (int, np.integer)) or value < 0:
             raise ValueError(f"top_k={value!r} must be an integer of 0 or more; 0 or None keeps all tokens")
     for value in top_p:
-        if not (_is_number(value) and 0 < value <= 1):
+        if not (_is_finite(value) and 0 < value <= 1):
             raise ValueError(f"top_p={value!r} must be a number above 0 and at most 1; 1 or None keeps all tokens")
     for value in _per_row("seed", options.seed, count):
         if not isinstance(value, (int, np.integer)) or not 0 <= value < 2**32:
@@ -200,8 +200,13 @@ def _sampling(options: Options, count: int) -> Sampling:
     )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float, np.number)) or (isinstance(value, jax.Array) and value.ndim == 0)
+def _is_finite(value: Any) -> bool:
+    """Whether it is a real number of any library, and one that float32 holds."""
+    try:
+        number = float("nan") if isinstance(value, str | bytes) or np.iscomplexobj(value) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return abs(number) <= float(np.finfo(np.float32).max)
 
 
 def _per_row(name: str, value, count: int) -> list:

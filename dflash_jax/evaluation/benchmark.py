@@ -29,7 +29,6 @@ from dflash_jax.config_parts import ConfigError
 from dflash_jax.data.chat_template import arguments_from_flag
 from dflash_jax.data.presets import read_prompts
 from dflash_jax.data.prompts import encode_prompts
-from dflash_jax.decoding.adaptive import candidate_widths
 from dflash_jax.decoding.generate import Generation, generate
 from dflash_jax.evaluation.benchmark_config import PARTS, BenchmarkConfig, DecodingConfig, to_benchmark
 from dflash_jax.evaluation.benchmark_results import Arm, Cell, PromptSet, Results
@@ -39,6 +38,7 @@ from dflash_jax.evaluation.heldout import decoding_report
 logger = logging.getLogger("dflash_jax.evaluation.benchmark")  # __name__ is "__main__" when this is the command
 
 EXAMPLE = "configs/smollm2_benchmark.py"
+SETTLING_RUNS = 6  # at most: one for each width that "adaptive" may try, and one more
 RESULTS, TABLES, PLOT = "results.json", "table.md", "plot.png"  # in output.directory
 
 
@@ -142,14 +142,10 @@ def measure(
     arms: dict[int | str, dict[str, Any]] = {1: {}}
     arms |= {width: {"drafter": drafter, "width": width, "proposals": decoding.proposals} for width in widths}
     runs: dict[int | str, list[list[Generation]]] = {width: [] for width in arms}
-    # The adaptive width may try one for the first time in a timed run: the first run of a program is slow even when its
-    # compilation is left out.
-    for width in candidate_widths(drafter.model.max_width) if "adaptive" in arms else ():
-        generate(target, prompts[:batch_size], drafter=drafter, width=width, **options)
     # In turn, so that a machine that grows slower does so for all arms.
     for _ in range(1 + decoding.repetitions):
         for width, arm in arms.items():
-            runs[width].append(generate(target, prompts, **arm, **options))
+            runs[width].append(_settled_run(target, prompts, **arm, **options))
     timed = {width: all_runs[1:] for width, all_runs in runs.items()}
     plain = timed[1][0]
     if not any(row.acceptance_lengths for row in plain):
@@ -167,6 +163,16 @@ def measure(
         )
         for width in widths
     ]
+
+
+def _settled_run(target: LoadedTarget, prompts: Sequence[Sequence[int]], **options) -> list[Generation]:
+    """A run that compiled nothing: the adaptive width may try one late, and the first rounds of a program are slow even
+    when its compilation is left out."""
+    for _ in range(SETTLING_RUNS):
+        rows = generate(target, prompts, **options)
+        if not rows[0].stats.compile_seconds:
+            break
+    return rows
 
 
 def _arm(runs: Sequence[Sequence[Generation]]) -> Arm:

@@ -113,6 +113,11 @@ def _rules(parts: Mapping[str, Any]) -> list[Rule]:
             and all(width == "adaptive" or width >= 2 for width in decoding.widths),
             "different widths, each adaptive or from 2 (anchor and proposal) to the drafter's; empty: the drafter's",
         ),
+        (
+            "decoding.proposals",
+            decoding.proposals == "argmax" or "adaptive" not in decoding.widths,
+            "argmax where decoding.widths holds adaptive",
+        ),
         ("decoding.seed", 0 <= decoding.seed < 2**32, "from 0 to 2³²−1"),
         ("output.directory", bool(parts["output"].directory), "the directory of the results"),
     ]

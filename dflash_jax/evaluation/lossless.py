@@ -21,7 +21,7 @@ from absl import flags
 
 from dflash_jax.cli import exit_with, run_command
 from dflash_jax.decoding.generate import generate
-from dflash_jax.decoding.request import Options, checked_options
+from dflash_jax.decoding.request import Options, Width, checked_options, width_from_flag
 
 EPSILON = {"float32": 0.0, "bfloat16": 0.3}
 MARGIN_BUCKET = 64  # prefixes are padded to multiples of this, so that margins share programs
@@ -43,7 +43,7 @@ class Difference:
 
 
 def differences(
-    target, drafter, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, width: int | None, batch_size: int
+    target, drafter, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, width: Width, batch_size: int
 ) -> list[Difference]:
     """Decodes every prompt greedily with the drafter and without, and returns the prompts whose texts differ.
 
@@ -99,7 +99,7 @@ def _define_flags() -> None:
     flags.DEFINE_integer("limit", 64, "Prompts to check, from the first.", lower_bound=1)
     flags.DEFINE_integer("max_new_tokens", 64, "New tokens of each.", lower_bound=1)
     flags.DEFINE_integer("batch_size", 16, "Prompts decoded together.", lower_bound=1)
-    flags.DEFINE_integer("width", None, "Block width; default: the drafter's.", lower_bound=1)
+    flags.DEFINE_string("width", None, "Block width, or adaptive; default: the drafter's.")
     flags.DEFINE_enum("dtype", "float32", sorted(EPSILON), "Of both models' parameters.")
     flags.DEFINE_float("epsilon", None, "Largest margin of a difference; default 0 (float32) or 0.3 (bfloat16).")
 
@@ -122,7 +122,7 @@ def _run(flag: flags.FlagValues) -> bool:
     found = differences(
         *(target, drafter, [prompt.ids for prompt in encoded]),
         max_new_tokens=flag.max_new_tokens,
-        width=flag.width,
+        width=width_from_flag(flag.width),
         batch_size=flag.batch_size,
     )
     epsilon = EPSILON[flag.dtype] if flag.epsilon is None else flag.epsilon

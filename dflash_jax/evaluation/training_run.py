@@ -355,6 +355,11 @@ def _announce(experiment, target: LoadedTarget, config, drafter, lengths: Sequen
         *(config.block_size, list(config.target_layer_ids), len(lengths), training.steps, training.rows_per_step),
         *(training.anchors_per_row, jax.devices()[0].device_kind),
     )
+    if training.narrow_steps >= training.steps:
+        logger.warning(
+            "training.narrow_steps=%d leaves none of %d steps for whole blocks: slots from %d on are not trained",
+            *(training.narrow_steps, training.steps, training.narrow_width),
+        )
     if training.feature_cache == "memory":
         itemsize = target.model.embedding[...].dtype.itemsize
         arrays = len(config.target_layer_ids) + _keeps_hidden(experiment)
