@@ -49,12 +49,8 @@ def map_in_order(function: Callable[[Piece], Result], pieces: Iterable[Piece], w
 
 
 def spare_collector() -> None:
-    """Lets Python's collector of cycles look less often, and not at what was imported.
-
-    For processes that make many long lists, each of which it would go through several times, and hardly any cycle.
-    """
+    """Keeps Python's collector of cycles from going through all that was imported, again every few thousand chats."""
     gc.freeze()
-    gc.set_threshold(100_000)
 
 
 _function: Callable[[Any], Any]
