@@ -69,7 +69,8 @@ class Layout(NamedTuple):
 
 
 def choose_tiles(width: int, groups: int, context_length: int) -> TileSizes:
-    """About 512 rows against at most 512 keys, never more scores than that: what fits into the default vector memory.
+    """About 512 rows against at most 512 keys, never more scores than that. By the compiler's schedule larger tiles
+    take fewer cycles (docs/kernel.md); no device has timed any.
 
     Rows lie along the 128 lanes of the score tile. Slots are its sublanes in the block part, where all but W of them
     are masked: 128 or 256 cost little beside the context.
