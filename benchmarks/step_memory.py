@@ -6,14 +6,13 @@ Beside it: what the logits of all slots would take at once, which the chunked lo
 """
 
 import dataclasses
-import sys
 
 import jax
 import jax.numpy as jnp
 from absl import app, flags
 
 from dflash_jax.checkpoints.huggingface import load_target
-from dflash_jax.cli import exit_with, load_config_file
+from dflash_jax.cli import exit_with, load_config_file, parsed_flags
 from dflash_jax.config import to_experiment
 from dflash_jax.training.initialise import random_drafter
 from dflash_jax.training.setup import drafter_config, step_settings
@@ -65,4 +64,4 @@ def _batch(B: int, T: int, M: int, D: int) -> Batch:
 
 
 if __name__ == "__main__":
-    app.run(main, argv=sys.argv)
+    app.run(main, flags_parser=parsed_flags)

@@ -272,6 +272,14 @@ def test_a_disk_that_is_full_at_the_end_costs_no_tables(folder, tmp_path, capsys
     assert tables(results) in said.out and f"output.directory='{tmp_path}': can't be written" in said.err
 
 
+def test_a_config_file_of_another_command_is_told(capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main(["benchmark", f"--config={ROOT / 'configs' / 'smollm2_quickstart.py'}"])
+    said = capsys.readouterr().err
+    assert "smollm2_quickstart.py: it sets checkpoint, data, " in said
+    assert "this command knows models, prompts, decoding, output; is it a config file of another command?" in said
+
+
 def test_a_config_file_is_asked_for(capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["benchmark"])
@@ -298,27 +306,40 @@ def measured(right: int):
 def test_the_acceptance_length_counts_the_targets_token():
     for cell in measured(right=3):
         assert cell.acceptance.acceptance_length == 4.0
-        # five rounds of four proposals and one of three: its budget had no room for the fourth
-        assert cell.acceptance.accepted_share == (5 * 3 + 3) / (5 * 4 + 3)
+        assert cell.acceptance.accepted_share == 0.75
         assert cell.acceptance.position_acceptance == [1.0, 1.0, 1.0, 0.0]
         assert (cell.baseline.batch_rounds, cell.dflash.batch_rounds, cell.identical) == (24, 6, 1)
 
 
 def test_runs_that_compile_are_not_timed(monkeypatch):
-    """The adaptive width may compile one in any run."""
-    calls, right = [], benchmark.generate
+    """The adaptive width may compile one in any run: here in the first three with the drafter."""
+    drafted, right = [], benchmark.generate
 
-    def compiling(*arguments, **options):
-        rows = right(*arguments, **options)
-        calls.append(options.get("drafter"))
-        seconds = 1.0 if len(calls) < 4 else 0.0
-        return [dataclasses.replace(row, stats=dataclasses.replace(row.stats, compile_seconds=seconds)) for row in rows]
+    def compiling(target, prompts, *, drafter=None, **options):
+        rows = right(target, prompts, drafter=drafter, **options)
+        drafted.extend([drafter] * (drafter is not None))
+        compiled = drafter is not None and len(drafted) <= 3
+        seconds = {"compile_seconds": 1.0, "decode_seconds": 1e6} if compiled else {"compile_seconds": 0.0}
+        return [dataclasses.replace(row, stats=dataclasses.replace(row.stats, **seconds)) for row in rows]
 
     monkeypatch.setattr(benchmark, "generate", compiling)
     script_BS = script(PROMPTS[:1], ANSWERS[:1])
-    options = {"drafter": None, "max_new_tokens": 25}
-    benchmark._settled_run(scripted(script_BS), PROMPTS[:1], **options)
-    assert len(calls) == 4
+    arguments = scripted(script_BS), rigged(script_BS, 3, 5), "scripted", PROMPTS[:1], ["adaptive"], 0.0, 1
+    [cell] = benchmark.measure(*arguments, dataclasses.replace(DECODING, repetitions=2))
+    assert len(drafted) == 1 + 2 + 2  # one to compile, two that had to be repeated, two that count
+    assert max(cell.dflash.decode_seconds_of_runs) < 1e6
+
+
+def test_a_benchmark_that_keeps_compiling_ends(monkeypatch):
+    runs, right = [], benchmark.generate
+
+    def compiling(*arguments, **options):
+        runs.append(right(*arguments, **options))
+        return [dataclasses.replace(row, stats=dataclasses.replace(row.stats, compile_seconds=1.0)) for row in runs[-1]]
+
+    monkeypatch.setattr(benchmark, "generate", compiling)
+    benchmark._settled_run(scripted(script(PROMPTS[:1], ANSWERS[:1])), PROMPTS[:1], max_new_tokens=5)
+    assert len(runs) == benchmark.SETTLING_RUNS
 
 
 def test_texts_that_differ_are_counted(monkeypatch):

@@ -178,7 +178,7 @@ def load_drafter(
     if target is not None:
         check_drafter_matches_target(config, target.config)
         check_mask_token_id(config.mask_token_id, target.config.vocab_size, special_token_ids(target))
-        with contextlib.suppress(CheckpointError):  # a damaged record costs a warning, and no drafter
+        with contextlib.suppress(CheckpointError):  # a damaged record costs the warning, not the drafter
             _warn_of_other_weights(str(source), read_made_with(folder), target)
     model = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
     with TensorFolder(folder) as tensors:

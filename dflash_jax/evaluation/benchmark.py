@@ -33,7 +33,7 @@ from dflash_jax.decoding.generate import Generation, generate
 from dflash_jax.evaluation.benchmark_config import PARTS, BenchmarkConfig, DecodingConfig, to_benchmark
 from dflash_jax.evaluation.benchmark_results import Arm, Cell, PromptSet, Results
 from dflash_jax.evaluation.benchmark_tables import tables
-from dflash_jax.evaluation.heldout import decoding_report
+from dflash_jax.evaluation.heldout import DecodingReport, decoding_report
 
 logger = logging.getLogger("dflash_jax.evaluation.benchmark")  # __name__ is "__main__" when this is the command
 
@@ -60,7 +60,7 @@ def run(config: BenchmarkConfig) -> Results:
             f"decoding.widths={decoding.widths}: {models.drafter} was trained for {drafter.config.block_size}"
         )
     sets = {source: prompts_of(source, config, target) for source in config.prompts.sets}
-    recorded_arguments = _named("models.drafter", models.drafter, lambda: _recorded_arguments(models.drafter))
+    made_with = _named("models.drafter", models.drafter, lambda: read_made_with(models.drafter))
     cells = []
     for source, prompts in sets.items():
         for temperature in decoding.temperatures:
@@ -78,7 +78,7 @@ def run(config: BenchmarkConfig) -> Results:
         target_fingerprint=target.fingerprint,
         drafter_width=drafter.config.block_size,
         template_arguments=arguments_from_flag(config.prompts.template_arguments),
-        drafter_template_arguments=recorded_arguments,
+        drafter_template_arguments=made_with.get("template_arguments"),
         sets=[_described(source, prompts) for source, prompts in sets.items()],
         cells=cells,
     )
@@ -143,9 +143,9 @@ def measure(
     arms |= {width: {"drafter": drafter, "width": width, "proposals": decoding.proposals} for width in widths}
     runs: dict[int | str, list[list[Generation]]] = {width: [] for width in arms}
     # In turn, so that a machine that grows slower does so for all arms.
-    for _ in range(1 + decoding.repetitions):
+    for run in (generate, *[_settled_run] * decoding.repetitions):
         for width, arm in arms.items():
-            runs[width].append(_settled_run(target, prompts, **arm, **options))
+            runs[width].append(run(target, prompts, **arm, **options))
     timed = {width: all_runs[1:] for width, all_runs in runs.items()}
     plain = timed[1][0]
     if not any(row.acceptance_lengths for row in plain):
@@ -159,10 +159,16 @@ def measure(
             baseline=_arm(timed[1]),
             dflash=_arm(timed[width]),
             identical=sum(a.tokens == b.tokens for a, b in zip(plain, timed[width][0], strict=True)),
-            acceptance=decoding_report(timed[width][0], drafter.model.max_width if width == "adaptive" else width),
+            acceptance=_acceptance(timed[width][0], width, drafter),
         )
         for width in widths
     ]
+
+
+def _acceptance(rows: Sequence[Generation], width: int | Literal["adaptive"], drafter: LoadedDrafter) -> DecodingReport:
+    if width == "adaptive":
+        return decoding_report(rows, drafter.model.max_width, adaptive=True)
+    return decoding_report(rows, width)
 
 
 def _settled_run(target: LoadedTarget, prompts: Sequence[Sequence[int]], **options) -> list[Generation]:
@@ -192,11 +198,6 @@ def _described(source: str, prompts: Sequence[Sequence[int]]) -> PromptSet:
     lengths = [len(prompt) for prompt in prompts]
     digest = hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
     return PromptSet(source, len(prompts), min(lengths), statistics.mean(lengths), max(lengths), digest)
-
-
-def _recorded_arguments(drafter: str) -> dict[str, Any] | None:
-    """The template arguments of a drafter's training data; None where its folder doesn't say."""
-    return read_made_with(drafter).get("template_arguments")
 
 
 def _device() -> str:

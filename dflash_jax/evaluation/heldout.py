@@ -21,7 +21,7 @@ class DecodingReport:
     """Sums over prompts, divided once.
 
     acceptance_length: committed tokens a round, the target's token counted, in 1 … W.
-    accepted_share: accepted draft tokens / verified draft tokens.
+    accepted_share: accepted draft tokens / drafted tokens; of an adaptive width / verified ones.
     position_acceptance: of slot k = 1 … W−1, of the rounds that verified it the share that accepted slots 1 … k, as in
         decoding.stats.Stats; 0 where no round verified it.
     """
@@ -34,9 +34,11 @@ class DecodingReport:
     prompts: int
 
 
-def decoding_report(generations: Sequence[Generation], width: int) -> DecodingReport:
-    """Pools the rounds of all generations, of blocks up to `width`. A last round cut by budget or stop counts what it
-    gave."""
+def decoding_report(generations: Sequence[Generation], width: int, *, adaptive: bool = False) -> DecodingReport:
+    """Pools the rounds of all generations. A last round cut by budget or stop counts what it gave.
+
+    adaptive: rounds may have been narrower than `width`.
+    """
     pooled = [
         counts
         for generation in generations
@@ -44,7 +46,8 @@ def decoding_report(generations: Sequence[Generation], width: int) -> DecodingRe
     ]
     lengths, verified = [accepted for accepted, _ in pooled], [slots for _, slots in pooled]
     rounds = max(len(lengths), 1)
-    accepted, drafted = sum(lengths) - len(lengths), sum(verified) - len(verified)
+    accepted = sum(lengths) - len(lengths)
+    drafted = sum(verified) - len(verified) if adaptive else rounds * (width - 1)
     shares = position_acceptance(pooled)
     return DecodingReport(
         acceptance_length=sum(lengths) / rounds,

@@ -57,11 +57,20 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
     if jax.process_count() > 1:
         _check_for_many_processes(experiment)
     mesh = mesh_of_run(experiment, devices_for(experiment.mesh))
-    if experiment.model.warm_start is None:  # a large target takes long to load, and this is known before
-        mask_and_taps(experiment.model, read_target_config(experiment.model.target))
+    _check_before_loading(experiment)
     target = load_target_for(experiment, mesh)
     with on_mesh(mesh):
         return _prepare(experiment, target)
+
+
+def _check_before_loading(experiment: ExperimentConfig) -> None:
+    """Refuses what is known to be wrong before the target is loaded, which takes long where it is large."""
+    if experiment.model.warm_start is None:
+        mask_and_taps(experiment.model, read_target_config(experiment.model.target))
+    for field in ("train_file", "heldout_file"):
+        if path := getattr(experiment.data, field):
+            with naming(f"data.{field}", path):
+                _check_exists(path)
 
 
 def mesh_of_run(experiment: ExperimentConfig, devices: Sequence[Any]) -> Mesh | None:
