@@ -23,6 +23,7 @@ flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)
 flags.DEFINE_integer("top_k", None, "Sample only from so many of the likeliest tokens; 0: all.", lower_bound=0)
 flags.DEFINE_float("top_p", None, "Sample only from the likeliest tokens that together have this probability.")
 flags.DEFINE_integer("seed", 0, "For sampling.", lower_bound=0)
+flags.DEFINE_bool("draft_vocabulary", True, "Propose only the tokens that the drafter's folder lists, if it lists any.")
 flags.DEFINE_string("width", None, "Block width, anchor included, or adaptive; default: the drafter's.")
 flags.DEFINE_enum(
     "proposals",
@@ -68,7 +69,9 @@ def _run() -> bool:
     _check_before_loading(width, options)
     placed: dict[str, Any] = {"dtype": FLAGS.dtype, "mesh": _mesh(FLAGS.tensor_parallel)}
     target = load_target(FLAGS.target, **placed)
-    drafter = load_drafter(FLAGS.drafter, target=target, **placed) if FLAGS.drafter else None
+    drafter = None
+    if FLAGS.drafter:
+        drafter = load_drafter(FLAGS.drafter, target=target, draft_vocabulary=FLAGS.draft_vocabulary, **placed)
     prompt = FLAGS.prompt
     if FLAGS.raw:
         if target.tokenizer is None:

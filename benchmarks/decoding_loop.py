@@ -29,8 +29,8 @@ flags.DEFINE_integer("repetitions", 7, "Repetitions of each timing.", lower_boun
 
 
 def main(_):
-    target = load_target(FLAGS.target, dtype=FLAGS.dtype).model
-    drafter = load_drafter(FLAGS.drafter, dtype=FLAGS.dtype).model
+    loaded = load_target(FLAGS.target, dtype=FLAGS.dtype)
+    target, drafter = loaded.model, load_drafter(FLAGS.drafter, target=loaded, dtype=FLAGS.dtype).model
     W, length = drafter.max_width, cache_bucket(FLAGS.prompt_length + FLAGS.rounds * drafter.max_width + 16)
     print(f"{jax.devices()[0].device_kind}, {FLAGS.dtype}, batch 1, cache {length} slots, width {W}")
     verify = {width: _verify(target, drafter, width, length) for width in sorted({1, W, 16})}
@@ -65,7 +65,7 @@ def _verify(target, drafter, width: int, length: int) -> float:
 def _draft(target, drafter, width: int, length: int) -> float:
     """Absorbing the last round's features and proposing: what a drafter adds to a round."""
     position = jnp.full((1,), FLAGS.prompt_length)
-    shape = (1, width, len(drafter.tap_layers), drafter.config.hidden_size)
+    shape = (1, width, len(drafter.tap_layers), target.config.hidden_size)
     taps = jnp.ones(shape, target.dtype)
 
     def argmax(logits, _):

@@ -38,6 +38,7 @@ def get_config():
     config.training.feature_cache = "memory"
     config.checkpoint.directory = "runs/smollm2_quickstart"
     config.checkpoint.every_steps = 250
+    config.checkpoint.draft_vocab_size = 4096  # those that the loss compares: it has learned no others
     config.evaluation.every_steps = 330
     config.evaluation.rows = 32
     config.evaluation.anchors_per_row = 16

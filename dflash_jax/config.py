@@ -135,13 +135,16 @@ class OptimizerConfig:
 class CheckpointConfig:
     """directory holds checkpoints/, metrics.jsonl and drafter/, the best export so far.
 
-    every_steps 0: only at the end. keep: how many checkpoints stay.
+    every_steps 0: only at the end. keep: how many checkpoints stay. draft_vocab_size: the drafter proposes only that
+    many tokens, the most frequent ones of the training rows' answers (models/draft_vocabulary.py); None: any. It is
+    free to change: training does not depend on it.
     """
 
     directory: str = ""
     every_steps: int = 500
     keep: int = 2
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    draft_vocab_size: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +233,7 @@ _AT_LEAST = {
     "optimizer.weight_decay": 0,
     "checkpoint.every_steps": 0,
     "checkpoint.keep": 1,
+    "checkpoint.draft_vocab_size": 1,
     "evaluation.every_steps": 0,
     "evaluation.rows": 1,
     "evaluation.anchors_per_row": 1,

@@ -18,7 +18,7 @@ from dflash_jax.checkpoints.huggingface import export_drafter, load_target
 from dflash_jax.data import presets
 from dflash_jax.data.chat import render
 from dflash_jax.evaluation import benchmark
-from dflash_jax.evaluation.benchmark_config import DecodingConfig
+from dflash_jax.evaluation.benchmark_config import DecodingConfig, default_config, to_benchmark
 from dflash_jax.evaluation.benchmark_results import PromptSet, Results
 from dflash_jax.evaluation.benchmark_tables import tables
 from dflash_jax.models.drafter import Drafter
@@ -57,7 +57,8 @@ def folder(tmp_path_factory) -> Path:
     twin.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
     config = drafter_config(load_target(folder / "target").config)
-    export_drafter(Drafter(config, rngs=nnx.Rngs(0)), config, folder / "drafter")
+    model = Drafter(config, rngs=nnx.Rngs(0))
+    export_drafter(model, config, folder / "drafter", draft_vocabulary=range(len(tokenizer)))
     (folder / "drafter" / "training.json").write_text('{"template_arguments": {"enable_thinking": false}}')
     for name in ("first", "second"):
         rows = [{"prompt": f"{name}: {count} colours."} for count in ("two", "four", "five", "six")]
@@ -360,7 +361,7 @@ def results_of(cell) -> Results:
         "decoding": {"max_new_tokens": 25, "seed": 0, "proposals": "argmax", "repetitions": 1},
     }
     part = PromptSet("scripted", 1, 3, 3.0, 3, "")
-    return Results(settings, "cpu", "cpu", "0", "default", "", 5, {}, None, [part], [cell])
+    return Results(settings, "cpu", "cpu", "0", "default", "", 5, 61, None, {}, None, [part], [cell])
 
 
 def test_what_is_slower_than_plain_decoding_is_said():
@@ -374,6 +375,20 @@ def test_what_is_slower_than_plain_decoding_is_said():
     assert "speedup 0.50, acceptance length 4.00, where rounds of this cost need 8.00 to break even" in text
     assert "training data not recorded" in text
     assert "Faster than plain decoding in all 1 cells" in tables(results_of(fast))
+
+
+def test_the_drafters_vocabulary_is_taken_unless_told_not_to(folder, results, monkeypatch):
+    assert results["draft_vocab_size"] == results["vocab_size"] - 3
+    whole = results_of(measured(right=3)[0])
+    assert "- draft vocabulary: 50 of 61 tokens" in tables(dataclasses.replace(whole, draft_vocab_size=50))
+    assert "draft vocabulary" not in tables(whole)
+    monkeypatch.setattr(benchmark, "measure", lambda *arguments: [])
+    for chosen, expected in ((True, results["draft_vocab_size"]), (False, None)):
+        config = default_config()
+        config.models.target, config.models.drafter = str(folder / "target"), str(folder / "drafter")
+        config.models.draft_vocabulary, config.prompts.sets = chosen, (str(folder / "first.jsonl"),)
+        config.decoding.batch_sizes, config.output.directory = (1,), str(folder / "unused")
+        assert benchmark.run(to_benchmark(config.to_dict())).draft_vocab_size == expected
 
 
 def test_sampled_proposals_are_not_held_to_identical_texts():

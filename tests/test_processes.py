@@ -61,6 +61,7 @@ def config(folder: Path, directory: Path, **fields) -> Path:
         "mesh__data": 1,
         "mesh__fsdp": -1,
         "checkpoint__every_steps": 5,
+        "checkpoint__draft_vocab_size": 24,  # rows of a head that is divided over the processes
         "data__heldout_file": str(folder / "chats.jsonl"),
         "evaluation__decode_prompts": 2,
         "evaluation__decode_batch_size": 2,
@@ -102,6 +103,8 @@ def test_two_processes_train_the_drafter_of_one(folder, alone):
     directory = folder / "two"
     first, second = ended(start(config(folder, directory), 2))
     assert_same_drafter(directory, alone)
+    vocabularies = [(run / "drafter" / "draft_vocabulary.json").read_text() for run in (directory, alone)]
+    assert vocabularies[0] == vocabularies[1]
     assert f"({STEPS} steps" in first and "drafter:" not in second
     ours, wanted = read_metrics(directory), read_metrics(alone)
     assert [line["step"] for line in ours] == [line["step"] for line in wanted]

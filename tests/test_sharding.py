@@ -120,6 +120,7 @@ def check_training(sizes: tuple[int, ...]) -> None:
 def check_decoding(sizes: tuple[int, int, int]) -> None:
     import dataclasses
 
+    import numpy as np
     from small_models import random_prompts
 
     from dflash_jax import generate
@@ -135,6 +136,11 @@ def check_decoding(sizes: tuple[int, int, int]) -> None:
         dataclasses.replace(loaded, model=model) for loaded, model in zip((target, drafter), placed, strict=True)
     )
     assert generate(ours_target, prompts, drafter=ours_drafter, **settings) == wanted
+    some = np.arange(0, 64, 2, dtype=np.int32)
+    restricted = ours_drafter.restricted(ours_target, some)
+    assert "tensor" in str(restricted.model.head[...].sharding.spec) or sizes[-1] == 1
+    wanted = generate(target, prompts, drafter=drafter.restricted(target, some), **settings)
+    assert generate(ours_target, prompts, drafter=restricted, **settings) == wanted
 
 
 def check_work(sizes: tuple[int, int, int]) -> None:

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.data.rows import TrainingRow
 from dflash_jax.training.anchors import make_blocks
-from dflash_jax.training.teacher import shortlist_tokens, teacher_hidden, teacher_loss
+from dflash_jax.training.teacher import teacher_hidden, teacher_loss
 
 # float32 sums of 37 logits or 40 rows in another order, relative to values of order one
 TOLERANCE = 1e-5
@@ -57,10 +56,3 @@ def test_a_slot_learns_from_the_state_that_chose_its_token():
     np.testing.assert_array_equal(got_AW[0], [2, 3, 4, 5])  # slot k, at position a + k, was chosen at a + k − 1
     supervised_W = np.asarray(blocks.supervised)[0, 1]
     np.testing.assert_array_equal(got_AW[1][supervised_W], [8])  # position 9 is the last
-
-
-def test_the_shortlist_holds_the_most_frequent_answer_tokens():
-    tokens_T = np.array([9, 9, 9, 4, 4, 5, 7, 7, 7], np.int32)
-    rows = [TrainingRow("a", tokens_T, np.array([0, 0, 0, 1, 1, 1, 1, 1, 1], bool))]
-    np.testing.assert_array_equal(shortlist_tokens(rows, 2), [7, 4])
-    np.testing.assert_array_equal(shortlist_tokens(rows, 100), [7, 4, 5])  # 9 is in no answer

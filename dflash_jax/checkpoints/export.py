@@ -4,9 +4,10 @@
     python -m dflash_jax.checkpoints.export --checkpoint runs/qwen3_8b --out qwen3-8b-dflash --layout speculators
 
 Needs neither the target nor the devices that the run had. Beside config.json and model.safetensors it writes
-training.json (what the drafter was trained for and on) and README.md, a model card. The layout "z-lab" is that of
-released drafters, "speculators" that of the library of this name, from which `vllm serve FOLDER` knows the target too:
---verifier is its hub id, unless the run's name for it is. Commands for servers are in docs/serving.md.
+training.json (what the drafter was trained for and on), README.md, a model card, and draft_vocabulary.json where the
+run set checkpoint.draft_vocab_size. The layout "z-lab" is that of released drafters, "speculators" that of the library
+of this name, from which `vllm serve FOLDER` knows the target too: --verifier is its hub id, unless the run's name for
+it is. Commands for servers are in docs/serving.md.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def export_checkpoint(
     named = (verifier or made_with["target"]) if layout == "speculators" else None
     if named and not is_hub_id(named):
         logging.warning("verifier %r is no hub id, org/name; `vllm serve %s` needs one: docs/serving.md", named, out)
-    out = export_drafter(drafter, config, out, dtype=dtype, overwrite=overwrite, layout=layout, verifier=named)
+    options: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "layout": layout, "verifier": named}
+    out = export_drafter(drafter, config, out, draft_vocabulary=position.get("draft_vocabulary"), **options)
     (out / MADE_WITH).write_text(json.dumps(made_with, indent=2) + "\n", encoding="utf-8")
     card = model_card(config, position, chosen, acceptance_of(folder.parent / METRICS, chosen))
     (out / "README.md").write_text(card, encoding="utf-8")

@@ -1,10 +1,13 @@
 """Loading targets and drafters from Hugging Face folders, and exporting drafters."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import secrets
 import shutil
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +19,11 @@ from flax import nnx
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
+from dflash_jax.checkpoints.draft_vocabulary import (
+    DRAFT_VOCABULARY,
+    read_draft_vocabulary,
+    write_draft_vocabulary,
+)
 from dflash_jax.checkpoints.names import drafter_entries, prefixed_target_entries, table_entries
 from dflash_jax.checkpoints.safetensors_io import (
     SINGLE_FILE,
@@ -27,6 +35,7 @@ from dflash_jax.checkpoints.safetensors_io import (
 )
 from dflash_jax.checkpoints.sources import TEXT_FILES, WEIGHT_FILES, resolve_source
 from dflash_jax.checkpoints.weights import check_dtype, collect, fill
+from dflash_jax.models.draft_vocabulary import RestrictedDrafter
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import (
     DrafterConfig,
@@ -39,10 +48,12 @@ from dflash_jax.models.family import (
     to_speculators,
 )
 from dflash_jax.models.target import Target, TargetTables
+from dflash_jax.sharding import whole
 
 Layout = Literal["z-lab", "speculators"]
 
 MADE_WITH = "training.json"  # beside an exported drafter: what it was trained for and on
+_OUR_FILES = (MADE_WITH, DRAFT_VOCABULARY)  # which other readers ignore
 
 # fetched only so that its presence can be refused; never opened
 _MASK_EMBEDDING_FILE = "mask_embedding.pt"
@@ -77,9 +88,21 @@ class LoadedTarget:
 class LoadedDrafter:
     """A drafter ready to run: parameters, their description, and what was asked for."""
 
-    model: Drafter
+    model: Drafter | RestrictedDrafter
     config: DrafterConfig
     source: str
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """How many tokens it proposes; None: any of the target's."""
+        return self.model.token_ids.shape[0] if isinstance(self.model, RestrictedDrafter) else None
+
+    def restricted(self, target: LoadedTarget, token_ids_U: np.ndarray | None) -> LoadedDrafter:
+        """The same drafter, proposing only these tokens of the target, int32 [U]; None: any."""
+        model = unrestricted(self.model)
+        return replace(
+            self, model=model if token_ids_U is None else RestrictedDrafter(model, target.model, token_ids_U)
+        )
 
 
 def read_target_config(source: str | Path) -> TargetConfig:
@@ -152,6 +175,7 @@ def load_drafter(
     target: LoadedTarget | None = None,
     dtype: str | None = "float32",
     mesh: Mesh | None = None,
+    draft_vocabulary: bool = True,
 ) -> LoadedDrafter:
     """Loads a drafter in the z-lab or the speculators layout.
 
@@ -161,13 +185,15 @@ def load_drafter(
             read.
         dtype: "float32", "bfloat16" or "float16"; None keeps the dtypes of the files.
         mesh: as for `load_target`; the same as the target's.
+        draft_vocabulary: whether it proposes only the tokens that draft_vocabulary.json of its folder lists, where
+            there is one and a target is given: that takes rows of its head.
 
     Raises:
         ConfigError: not a drafter that can be represented, or not one for this target.
         CheckpointError: the source can't be found, or its files are incomplete or don't fit its config.json.
     """
     check_dtype(dtype)
-    folder = resolve_source(source, files=(*WEIGHT_FILES, MADE_WITH, _MASK_EMBEDDING_FILE), kind="drafter")
+    folder = resolve_source(source, files=(*WEIGHT_FILES, *_OUR_FILES, _MASK_EMBEDDING_FILE), kind="drafter")
     layers = None if target is None else target.config.num_layers
     config = parse_drafter_config(read_json(folder / "config.json"), num_target_layers=layers)
     if (folder / _MASK_EMBEDDING_FILE).exists():
@@ -183,7 +209,15 @@ def load_drafter(
     model = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
     with TensorFolder(folder) as tensors:
         fill(model, drafter_entries(config), tensors, dtype=dtype, mesh=mesh)
-    return LoadedDrafter(model=model, config=config, source=str(source))
+    drafter = LoadedDrafter(model=model, config=config, source=str(source))
+    if target is None or not draft_vocabulary:
+        return drafter
+    return drafter.restricted(target, read_draft_vocabulary(folder, target.config.vocab_size))
+
+
+def unrestricted(model: Drafter | RestrictedDrafter) -> Drafter:
+    """The drafter itself, without a draft vocabulary."""
+    return model.drafter if isinstance(model, RestrictedDrafter) else model
 
 
 def read_made_with(folder: str | Path) -> dict[str, Any]:
@@ -208,7 +242,7 @@ def _warn_of_other_weights(source: str, made_with: dict[str, Any], target: Loade
 
 
 def export_drafter(
-    drafter: Drafter,
+    drafter: Drafter | RestrictedDrafter,
     config: DrafterConfig,
     out_dir: str | Path,
     *,
@@ -216,10 +250,11 @@ def export_drafter(
     overwrite: bool = False,
     layout: Layout = "z-lab",
     verifier: str | None = None,
+    draft_vocabulary: Sequence[int] | np.ndarray | None = None,
 ) -> Path:
-    """Writes config.json and model.safetensors.
+    """Writes config.json and model.safetensors, and draft_vocabulary.json for a drafter that has one.
 
-    Both are written aside, read back by an independent reader, and only then moved into place. Of several processes all
+    They are written aside, read back by an independent reader, and only then moved into place. Of several processes all
     have to call, and the first writes.
 
     Args:
@@ -231,6 +266,8 @@ def export_drafter(
         layout: of config.json: "z-lab", which vLLM, SGLang and the reference load, or "speculators", which vLLM and
             the library of that name load. The tensors are the same.
         verifier: for "speculators", what the file calls its target: a hub id, or a folder, which vLLM doesn't take.
+        draft_vocabulary: ids of the tokens that it is to propose here; None: those that `drafter` is restricted to, or
+            any. Other readers propose any.
 
     Returns:
         The folder.
@@ -248,7 +285,9 @@ def export_drafter(
         raise CheckpointError(
             f"{out_dir} already has {' and '.join(present)}; choose another folder, or allow overwriting (overwrite)"
         )
-    tensors = collect(drafter, drafter_entries(config), dtype=dtype)
+    if isinstance(drafter, RestrictedDrafter) and draft_vocabulary is None:
+        draft_vocabulary = whole(drafter.token_ids[...])
+    tensors = collect(unrestricted(drafter), drafter_entries(config), dtype=dtype)
     if jax.process_index() > 0:
         return out_dir
     stored = jnp.result_type(*(tensor.dtype for tensor in tensors.values()))
@@ -260,6 +299,8 @@ def export_drafter(
     try:
         write_safetensors(staging / SINGLE_FILE, tensors)
         _write_config(staging / "config.json", content, config)
+        if draft_vocabulary is not None:
+            write_draft_vocabulary(staging, draft_vocabulary)
         # safetensors makes files that only their owner may read
         shutil.copymode(staging / "config.json", staging / SINGLE_FILE)
         _move_into_place(staging, out_dir)
@@ -336,6 +377,9 @@ def _move_into_place(staging: Path, out_dir: Path) -> None:
     if not out_dir.exists() or not any(out_dir.iterdir()):
         staging.replace(out_dir)
         return
+    # that of another drafter would not be wrong, but might cost acceptance
+    (out_dir / DRAFT_VOCABULARY).unlink(missing_ok=True)
     # weights first: a folder is only taken for a checkpoint once it has a config.json
-    for name in (SINGLE_FILE, "config.json"):
-        (staging / name).replace(out_dir / name)
+    for name in (SINGLE_FILE, DRAFT_VOCABULARY, "config.json"):
+        if (staging / name).exists():
+            (staging / name).replace(out_dir / name)

@@ -52,7 +52,9 @@ def run(config: BenchmarkConfig) -> Results:
     target = _named("models.target", models.target, lambda: load_target(models.target, dtype=models.target_dtype))
     drafter = _named(
         *("models.drafter", models.drafter),
-        lambda: load_drafter(models.drafter, target=target, dtype=models.drafter_dtype),
+        lambda: load_drafter(
+            models.drafter, target=target, dtype=models.drafter_dtype, draft_vocabulary=models.draft_vocabulary
+        ),
     )
     widths = decoding.widths or (drafter.config.block_size,)
     if any(width != "adaptive" and width > drafter.config.block_size for width in widths):
@@ -77,6 +79,8 @@ def run(config: BenchmarkConfig) -> Results:
         matmul_precision=jax.config.jax_default_matmul_precision or "default",  # pyright: ignore[reportAttributeAccessIssue]
         target_fingerprint=target.fingerprint,
         drafter_width=drafter.config.block_size,
+        vocab_size=target.config.vocab_size,
+        draft_vocab_size=drafter.draft_vocab_size,
         template_arguments=arguments_from_flag(config.prompts.template_arguments),
         drafter_template_arguments=made_with.get("template_arguments"),
         sets=[_described(source, prompts) for source, prompts in sets.items()],

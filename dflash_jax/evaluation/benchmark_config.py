@@ -15,12 +15,16 @@ from dflash_jax.config_parts import Rule, check_rules, checked_parts, defaults
 
 @dataclasses.dataclass(frozen=True)
 class ModelsConfig:
-    """target: folder, hub id, or "smollm2-135m-instruct". drafter: folder or hub id. Dtypes are of the parameters."""
+    """target: folder, hub id, or "smollm2-135m-instruct". drafter: folder or hub id. Dtypes are of the parameters.
+
+    draft_vocabulary: whether the drafter proposes only the tokens that its folder lists, if it lists any.
+    """
 
     target: str = ""
     target_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     drafter: str = ""
     drafter_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    draft_vocabulary: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

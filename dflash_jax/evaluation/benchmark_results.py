@@ -95,7 +95,8 @@ class Results:
     """A whole benchmark.
 
     settings: of the BenchmarkConfig. template_arguments: of the chat template, of this run and of the data that the
-    drafter was trained on (None: its folder doesn't say).
+    drafter was trained on (None: its folder doesn't say). draft_vocab_size: how many of the vocab_size tokens the
+    drafter proposes (None: any).
     """
 
     settings: dict[str, Any]
@@ -105,6 +106,8 @@ class Results:
     matmul_precision: str
     target_fingerprint: str
     drafter_width: int
+    vocab_size: int
+    draft_vocab_size: int | None
     template_arguments: dict[str, Any]
     drafter_template_arguments: dict[str, Any] | None
     sets: list[PromptSet]

@@ -31,6 +31,8 @@ def _heading(results: Results) -> str:
         f"({part.mean_length:.0f} on average)"
         for part in results.sets
     ]
+    if results.draft_vocab_size is not None:
+        lines.append(f"- draft vocabulary: {results.draft_vocab_size:,} of {results.vocab_size:,} tokens")
     if decoding["proposals"] == "sampled":
         lines.append(
             "- sampled proposals draw other texts, equally likely: identical ones are due at temperature 0 only"

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, read_target_config
-from dflash_jax.config import ConfigError, ExperimentConfig, MeshConfig, TrainingConfig, naming
+from dflash_jax.config import ConfigError, ExperimentConfig, MeshConfig, naming
+from dflash_jax.data.draft_vocabulary import count_answer_tokens, most_frequent
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.packing import PackedPlan
 from dflash_jax.data.pipeline import Batches, EpochPlan, check_fit, collate, padded_length
@@ -34,7 +35,6 @@ from dflash_jax.training.offline import load_target_for, stored_features, stored
 from dflash_jax.training.regression_start import drafter_by_regression, row_moments
 from dflash_jax.training.setup import mask_and_taps, mesh_for, starting_drafter, starts_from_target, step_settings
 from dflash_jax.training.step import VocabularyTables
-from dflash_jax.training.teacher import shortlist_tokens
 from dflash_jax.training.trackers import check_trackers
 from dflash_jax.training.trainer import Outcome, Trainer
 
@@ -115,8 +115,9 @@ def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
     experiment = _with_steps(experiment, batches)
     _announce(experiment, target, config, drafter, lengths)
     training = experiment.training
+    shortlist_S, draft_vocabulary_U = _frequent_tokens(experiment, target, (rows[i] for i in range(len(lengths))))
     # Before anything takes long: a wrong file is found now.
-    evaluate = HeldOut(experiment, target, config) if data.heldout_file else None
+    evaluate = HeldOut(experiment, target, config, draft_vocabulary_U) if data.heldout_file else None
     features = _features(experiment, target, config, "train", used, with_hidden=_keeps_hidden(experiment))
     if experiment.model.initialisation == "regression" and starts_from_target(experiment):
         singles = [collate(rows, [i], padded_length(length, data.length_buckets)) for i, length in enumerate(lengths)]
@@ -130,7 +131,8 @@ def _prepare(experiment: ExperimentConfig, target: LoadedTarget) -> Trainer:
         *(experiment, target, config, drafter, batches),
         evaluate,
         features=features,
-        tables=_tables(training, target, rows, len(lengths)),
+        tables=_tables(target, shortlist_S),
+        draft_vocabulary=draft_vocabulary_U,
         data_fingerprints={"data.train_file": fingerprint}
         | ({"data.heldout_file": evaluate.rows_sha256} if evaluate else {}),
         made_with={
@@ -177,14 +179,24 @@ def _keeps_hidden(experiment: ExperimentConfig) -> bool:
     return training.loss == "teacher" or (fitted and training.feature_cache == "memory")
 
 
-def _tables(
-    training: TrainingConfig, target: LoadedTarget, rows: Sequence[TrainingRow], count: int
-) -> VocabularyTables:
-    """The vocabulary tables of training, with a shortlist from the first `count` rows where the loss uses one."""
-    shortlist = None
-    if training.loss == "teacher":
-        shortlist = target.model.head_VD[shortlist_tokens([rows[i] for i in range(count)], training.loss_tokens)]
-    return VocabularyTables(target.model.embedding[...], target.model.head_VD, shortlist)
+def _frequent_tokens(
+    experiment: ExperimentConfig, target: LoadedTarget, rows: Iterable[TrainingRow]
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The answers' most frequent tokens: those that the loss compares, and those that the drafter is to propose. None
+    where all count; then nothing is counted."""
+    shortlist = experiment.training.loss_tokens if experiment.training.loss == "teacher" else None
+    sizes = shortlist, experiment.checkpoint.draft_vocab_size
+    if sizes == (None, None):
+        return None, None
+    counts_V = count_answer_tokens(rows, target.config.vocab_size)
+    of_loss, of_drafter = (None if size is None else most_frequent(counts_V, size) for size in sizes)
+    return of_loss, of_drafter
+
+
+def _tables(target: LoadedTarget, shortlist_S: np.ndarray | None = None) -> VocabularyTables:
+    """The vocabulary tables of training, with the shortlist's rows where the loss uses one."""
+    head_VD = target.model.head_VD
+    return VocabularyTables(target.model.embedding[...], head_VD, None if shortlist_S is None else head_VD[shortlist_S])
 
 
 def rows_fingerprint(rows: Sequence[TrainingRow]) -> str:
@@ -198,15 +210,21 @@ def rows_fingerprint(rows: Sequence[TrainingRow]) -> str:
 class HeldOut:
     """The evaluation of a run: fixed anchors at every call, real decoding at its own interval and at the end."""
 
-    def __init__(self, experiment: ExperimentConfig, target: LoadedTarget, config: DrafterConfig):
-        self.part, self.target = experiment.evaluation, target
+    def __init__(
+        self,
+        experiment: ExperimentConfig,
+        target: LoadedTarget,
+        config: DrafterConfig,
+        draft_vocabulary_U: np.ndarray | None = None,
+    ):
+        self.part, self.target, self.draft_vocabulary_U = experiment.evaluation, target, draft_vocabulary_U
         used = rows_in_use(experiment, target, "heldout")
         self.rows_sha256 = used.sha256
         self.prompts = self._prompts(used.rows)
         evaluated = used._replace(rows=used.rows[: self.part.rows], lengths=used.lengths[: self.part.rows])
         self.batches = _fixed_batches(evaluated.rows, experiment)
         self.settings = step_settings(experiment, config)._replace(anchors=self.part.anchors_per_row, teacher=False)
-        self.tables = VocabularyTables(target.model.embedding[...], target.model.head_VD)
+        self.tables = _tables(target)
         self.features = _features(experiment, target, config, "heldout", evaluated)
 
     def _prompts(self, rows: Sequence[TrainingRow]) -> list[list[int]]:
@@ -230,7 +248,7 @@ class HeldOut:
         if self.prompts and (last or (every and step % every == 0)):
             decoding = acceptance_by_decoding(
                 self.target,
-                loaded,
+                loaded.restricted(self.target, self.draft_vocabulary_U),
                 self.prompts,
                 max_new_tokens=self.part.decode_max_new_tokens,
                 width=self.part.decode_width or loaded.config.block_size,

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from dflash_jax.checkpoints.export import CHECKPOINTS
-from dflash_jax.checkpoints.huggingface import LoadedTarget, load_drafter, special_token_ids
+from dflash_jax.checkpoints.huggingface import LoadedTarget, load_drafter, special_token_ids, unrestricted
 from dflash_jax.checkpoints.training_state import has_checkpoint
 from dflash_jax.config import ConfigError, ExperimentConfig, ModelConfig, OptimizerConfig, naming
 from dflash_jax.models.drafter import Drafter
@@ -122,7 +122,7 @@ def starts_from_target(experiment: ExperimentConfig) -> bool:
 def _warm_start(model: ModelConfig, source: str, target: LoadedTarget) -> tuple[DrafterConfig, Drafter]:
     """The drafter to go on from: its shape counts, its taps and mask token must not be contradicted."""
     try:
-        loaded = load_drafter(source, target=target, dtype="float32")
+        loaded = load_drafter(source, target=target, dtype="float32", draft_vocabulary=False)
     except ValueError as error:
         raise ConfigError(f"model.warm_start={source!r}: {error}") from error
     for field, ours in (("mask_token_id", model.mask_token_id), ("target_layer_ids", model.target_layer_ids or None)):
@@ -132,8 +132,9 @@ def _warm_start(model: ModelConfig, source: str, target: LoadedTarget) -> tuple[
     if loaded.config.block_size != model.block_size:
         logger.info("block size %d from the settings, %d in %s", model.block_size, loaded.config.block_size, source)
     config = dataclasses.replace(loaded.config, block_size=model.block_size)
-    loaded.model.config = config  # the widest block that it drafts is read from there
-    return config, loaded.model
+    drafter = unrestricted(loaded.model)
+    drafter.config = config  # the widest block that it drafts is read from there
+    return config, drafter
 
 
 def mesh_for(experiment: ExperimentConfig, target: TargetConfig, devices: Sequence[Any]) -> Mesh:

@@ -11,17 +11,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dflash_jax.training.anchors import Blocks
 from dflash_jax.training.losses import SlotScores
-
-
-def shortlist_tokens(rows, size: int) -> np.ndarray:
-    """The most frequent supervised tokens of training rows, at most `size`, most frequent first, int32 [S]."""
-    counts_V = np.bincount(np.concatenate([row.tokens[row.loss_mask] for row in rows]))
-    order_V = np.argsort(-counts_V, kind="stable")[: min(size, int(np.count_nonzero(counts_V)))]
-    return order_V.astype(np.int32)
 
 
 def teacher_hidden(hidden_BTD: jax.Array, blocks: Blocks) -> jax.Array:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 from dflash_jax.checkpoints.export import CHECKPOINTS, METRICS
@@ -89,6 +90,7 @@ class Trainer:
         tables: VocabularyTables,
         data_fingerprints: Mapping[str, str] | None = None,
         made_with: Mapping[str, Any] | None = None,
+        draft_vocabulary: np.ndarray | None = None,
     ):
         """Prepares a run; `run` starts it, or goes on with the one in the experiment's directory.
 
@@ -101,6 +103,7 @@ class Trainer:
             data_fingerprints: fields that name rows → what tells these apart; a run goes on with the rows it began
                 with, wherever they lie.
             made_with: what is written beside an exported drafter, as MADE_WITH.
+            draft_vocabulary: int32, the tokens that the exported drafter is to propose; None: any.
 
         Raises:
             ConfigError: training.steps is not set, or the directory can't be made or written to.
@@ -110,7 +113,7 @@ class Trainer:
         self.steps: int = experiment.training.steps
         self.experiment, self.target, self.drafter_config = experiment, target, drafter_config
         self.batches, self.evaluate = batches, evaluate
-        self.made_with = dict(made_with or {})
+        self.made_with, self.draft_vocabulary = dict(made_with or {}), draft_vocabulary
         self.inputs = {"model.target": target.fingerprint, **(data_fingerprints or {})}
         self.directory = _made(experiment.checkpoint.directory)
         self.settings = step_settings(experiment, drafter_config)
@@ -262,7 +265,8 @@ class Trainer:
 
     def _export(self) -> None:
         dtype = self.experiment.checkpoint.export_dtype
-        export_drafter(self.state.drafter, self.drafter_config, self.drafter_dir, dtype=dtype, overwrite=True)
+        options: dict[str, Any] = {"dtype": dtype, "draft_vocabulary": self.draft_vocabulary}
+        export_drafter(self.state.drafter, self.drafter_config, self.drafter_dir, overwrite=True, **options)
         if is_first():
             (self.drafter_dir / MADE_WITH).write_text(json.dumps(self.made_with, indent=2) + "\n", encoding="utf-8")
 
@@ -284,6 +288,7 @@ class Trainer:
             "experiment": dataclasses.asdict(self.experiment),
             "drafter": drafter_config_to_dict(self.drafter_config, dtype="float32"),
             "made_with": self.made_with,
+            "draft_vocabulary": None if self.draft_vocabulary is None else self.draft_vocabulary.tolist(),
             "inputs": self.inputs,
         }
         self.checkpoints.save(self.step, self.state, position)
