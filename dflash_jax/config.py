@@ -76,10 +76,10 @@ class TrainingConfig:
     step. remat: keep less of the forward pass for the backward pass, which computes a layer again but for its
     attention. scan_layers: run the target's layers between two taps as one loop, which compiles deep targets faster and
     takes a copy of its parameters (feature_cache "none"). time_limit_minutes: stop early, whatever the step.
-    narrow_steps: so many first steps train blocks of
-    narrow_width only, more of them with as many slots in all; the first slots decide most of a weak drafter's
-    acceptance. loss: "labels", the paper's cross-entropy, or "teacher", the divergence from the target's own
-    distribution over the loss_tokens most frequent answer tokens.
+    narrow_steps: so many first steps (a multiple of logging.every_steps) train blocks of narrow_width only, more of
+    them with as many slots in all; the first slots decide most of a weak drafter's acceptance. loss: "labels", the
+    paper's cross-entropy, or "teacher", the divergence from the target's own distribution over the loss_tokens most
+    frequent answer tokens.
     """
 
     steps: int | None = None

@@ -13,7 +13,8 @@ import pytest
 from checkpoint_folders import rewrite, same_parameters
 from safetensors.numpy import save_file
 
-from dflash_jax.checkpoints.huggingface import export_drafter, load_drafter, load_target
+from dflash_jax.checkpoints import sources
+from dflash_jax.checkpoints.huggingface import MADE_WITH, export_drafter, load_drafter, load_target, read_made_with
 from dflash_jax.checkpoints.safetensors_io import CheckpointError, read_independently, write_safetensors
 from dflash_jax.models.family import ConfigError
 
@@ -152,3 +153,14 @@ def test_the_shipped_drafter_loads_and_fits_the_target_it_names():
     leaves = jax.tree.leaves(loaded.model)
     assert sum(leaf.size for leaf in leaves) == 12_280_704
     assert all(leaf.dtype == jnp.bfloat16 and bool(jnp.isfinite(leaf).all()) for leaf in leaves)
+
+
+def test_what_a_drafter_of_the_hub_was_made_with_is_read_there(monkeypatch, tmp_path):
+    (tmp_path / MADE_WITH).write_text('{"target": "org/target"}')
+
+    def download(hub_id, *, allow_patterns, ignore_patterns):
+        assert hub_id == "org/drafter" and MADE_WITH in allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(sources, "snapshot_download", download)
+    assert read_made_with("org/drafter") == read_made_with(tmp_path) == {"target": "org/target"}

@@ -220,13 +220,13 @@ def unrestricted(model: Drafter | RestrictedDrafter) -> Drafter:
     return model.drafter if isinstance(model, RestrictedDrafter) else model
 
 
-def read_made_with(folder: str | Path) -> dict[str, Any]:
-    """What a drafter was trained for and on, as training records it; empty where its folder doesn't say.
+def read_made_with(source: str | Path) -> dict[str, Any]:
+    """What a drafter (a folder or a hub id) was trained for and on, as training records it; empty where it isn't said.
 
     Raises:
-        CheckpointError: the record is damaged.
+        CheckpointError: the record is damaged, or the source can't be found.
     """
-    path = Path(folder).expanduser() / MADE_WITH
+    path = resolve_source(source, files=_OUR_FILES, kind="drafter") / MADE_WITH
     return read_json(path) if path.is_file() else {}
 
 
