@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "load_target": "dflash_jax.checkpoints.huggingface",
     "load_drafter": "dflash_jax.checkpoints.huggingface",
-    "export_drafter": "dflash_jax.checkpoints.huggingface",
+    "export_drafter": "dflash_jax.checkpoints.drafter_export",
     "LoadedTarget": "dflash_jax.checkpoints.huggingface",
     "LoadedDrafter": "dflash_jax.checkpoints.huggingface",
     "generate": "dflash_jax.decoding.generate",

@@ -14,7 +14,8 @@ from small_models import drafter_config, rigged, script, scripted
 from tiny_models import torch_target
 from tiny_tokenizer import tiny_tokenizer
 
-from dflash_jax.checkpoints.huggingface import export_drafter, load_target
+from dflash_jax.checkpoints.drafter_export import export_drafter
+from dflash_jax.checkpoints.huggingface import load_target
 from dflash_jax.data import presets
 from dflash_jax.data.chat import render
 from dflash_jax.evaluation import benchmark

@@ -13,15 +13,16 @@ from small_models import random_drafter, random_prompts, random_target
 from tiny_run import VOCABULARY, own_rows, settings, write_rows, write_target
 
 from dflash_jax.checkpoints.draft_vocabulary import DRAFT_VOCABULARY, read_draft_vocabulary, write_draft_vocabulary
+from dflash_jax.checkpoints.drafter_export import export_drafter
 from dflash_jax.checkpoints.export import export_checkpoint
-from dflash_jax.checkpoints.huggingface import export_drafter, load_drafter, load_target, unrestricted
+from dflash_jax.checkpoints.huggingface import load_drafter, load_target
 from dflash_jax.checkpoints.safetensors_io import CheckpointError
 from dflash_jax.data import draft_vocabulary as command
 from dflash_jax.data.rows import TrainingRow
 from dflash_jax.decoding.generate import generate
 from dflash_jax.evaluation import heldout
 from dflash_jax.evaluation.training_run import train
-from dflash_jax.models.draft_vocabulary import RestrictedDrafter
+from dflash_jax.models.draft_vocabulary import RestrictedDrafter, unrestricted
 from dflash_jax.models.proposal import Proposal
 
 SOME = random_target()

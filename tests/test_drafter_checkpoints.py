@@ -14,7 +14,8 @@ from checkpoint_folders import rewrite, same_parameters
 from safetensors.numpy import save_file
 
 from dflash_jax.checkpoints import sources
-from dflash_jax.checkpoints.huggingface import MADE_WITH, export_drafter, load_drafter, load_target, read_made_with
+from dflash_jax.checkpoints.drafter_export import export_drafter
+from dflash_jax.checkpoints.huggingface import MADE_WITH, load_drafter, load_target, read_made_with
 from dflash_jax.checkpoints.safetensors_io import CheckpointError, read_independently, write_safetensors
 from dflash_jax.models.family import ConfigError
 

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 from small_models import randomized
 from torch_drafter import TorchDrafter
 
-from dflash_jax.checkpoints.huggingface import export_drafter, load_drafter, load_target
+from dflash_jax.checkpoints.drafter_export import export_drafter
+from dflash_jax.checkpoints.huggingface import load_drafter, load_target
 from dflash_jax.models.drafter import Drafter
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -15,7 +15,8 @@ from stub_server import StubServer, completion, spoken
 from tiny_models import torch_target
 from tiny_tokenizer import tiny_tokenizer
 
-from dflash_jax.checkpoints.huggingface import export_drafter, load_target
+from dflash_jax.checkpoints.drafter_export import export_drafter
+from dflash_jax.checkpoints.huggingface import load_target
 from dflash_jax.data import chat, records, regenerate
 from dflash_jax.models.drafter import Drafter
 

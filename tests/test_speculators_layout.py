@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from checkpoint_folders import rewrite, same_parameters, set_config
 
+from dflash_jax.checkpoints.draft_vocabulary import DRAFT_VOCABULARY, read_draft_vocabulary
+from dflash_jax.checkpoints.drafter_export import export_drafter
 from dflash_jax.checkpoints.export import is_hub_id
-from dflash_jax.checkpoints.huggingface import LoadedDrafter, export_drafter, load_drafter, load_target
+from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_drafter, load_target
 from dflash_jax.checkpoints.safetensors_io import CheckpointError, read_independently
+from dflash_jax.models.draft_vocabulary import unrestricted
 from dflash_jax.models.family import ConfigError, drafter_config_to_dict, parse_drafter_config, to_speculators
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -155,7 +158,8 @@ def test_whether_the_target_is_tied_stands_among_the_decoders_fields(drafter, ti
         ({"projector_type": "domino"}, "projector_type 'domino' is not supported"),
         ({"shift_label": True}, "shift_label True is not supported"),
         ({"sample_from_anchor": True}, "sample_from_anchor True is not supported"),
-        ({"draft_vocab_size": 32}, "draft_vocab_size 32 is not supported"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size.* 0"),
+        ({"draft_vocab_size": 10_000}, "draft_vocab_size 10000 must be from 1 to vocab_size"),
         ({"target_hidden_size": 8}, "target_hidden_size 8 must be the drafter's hidden_size"),
         ({"aux_hidden_state_layer_ids": [0, 2, 3]}, "aux_hidden_state_layer_ids .*: must be at least 1"),
         ({"aux_hidden_state_layer_ids": None}, "does not set aux_hidden_state_layer_ids"),
@@ -186,3 +190,64 @@ def test_names_of_targets_that_a_server_takes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
     assert not is_hub_id("Qwen/Qwen3-8B")
+
+
+# A draft vocabulary among the tensors
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedTarget:
+    return load_target(FIXTURES / "qwen3_yarn_b16" / "target")
+
+
+def test_a_draft_vocabulary_is_written_where_servers_look_and_read_again(drafter, target, tmp_path):
+    ids = np.array([3, 9, 4, 40], np.int32)  # in any order
+    ours = drafter.restricted(target, ids)
+    out = export_drafter(ours.model, ours.config, tmp_path / "out", layout="speculators", verifier=TARGET)
+    assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 4
+    stored = dict(read_independently(out / "model.safetensors"))
+    # as vLLM reads it: row i of lm_head is token i + d2t[i]; the library picks rows by t2d
+    np.testing.assert_array_equal(np.arange(4) + stored["d2t"], [3, 4, 9, 40])
+    np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), [3, 4, 9, 40])
+    np.testing.assert_array_equal(stored["lm_head.weight"], target.model.head_VD[np.array([3, 4, 9, 40])])
+    assert not (out / DRAFT_VOCABULARY).exists()
+    again = load_drafter(out, target=target)
+    np.testing.assert_array_equal(again.model.token_ids[...], [3, 4, 9, 40])
+    assert not again.model.has_own_head and same_parameters(unrestricted(again.model), drafter.model)
+    assert load_drafter(out).draft_vocab_size is None
+    plain = export_drafter(again.model, again.config, tmp_path / "plain")
+    np.testing.assert_array_equal(read_draft_vocabulary(plain, 160), [3, 4, 9, 40])
+
+
+def test_a_head_of_its_own_is_kept_and_has_no_place_in_the_other_layout(drafter, target, tmp_path):
+    ids = np.array([3, 4, 40], np.int32)
+    head_UD = 2 * np.asarray(target.model.head_VD[ids])
+    ours = drafter.restricted(target, ids, head_UD)
+    out = export_drafter(ours.model, ours.config, tmp_path / "out", layout="speculators", verifier=TARGET)
+    again = load_drafter(out, target=target)
+    assert again.model.has_own_head
+    np.testing.assert_array_equal(again.model.head[...], head_UD)
+    with pytest.raises(CheckpointError, match="head is its own and not its target's; the layout must be speculators"):
+        export_drafter(again.model, again.config, tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"d2t": None}, "proposes 4 tokens .draft_vocab_size. and has no d2t"),
+        ({"lm_head.weight": None}, "has no lm_head.weight"),
+        ({"d2t": np.zeros(3, np.int64)}, "d2t has 3 rows"),
+        ({"lm_head.weight": np.zeros((5, 64), np.float32)}, "lm_head.weight has 5 rows"),
+        ({"d2t": np.zeros(4, np.float32)}, "'d2t' .* has dtype F32"),
+        ({"d2t": np.full(4, 160)}, "tokens of d2t reach from 160 to 163"),
+        ({"d2t": np.array([1, 0, 0, 0])}, "tokens of d2t have 1 ids more than once"),
+        ({"t2d": np.ones(160, np.bool_)}, "t2d marks other tokens than d2t leads to"),
+    ],
+)
+def test_tables_that_do_not_fit_are_named(change, message, drafter, target, tmp_path):
+    ours = drafter.restricted(target, np.array([3, 4, 9, 40], np.int32))
+    out = export_drafter(ours.model, ours.config, tmp_path / "out", layout="speculators", verifier=TARGET)
+    rewrite(out, lambda tensors: {n: t for n, t in (tensors | change).items() if t is not None})
+    with pytest.raises(CheckpointError, match=message):
+        load_drafter(out, target=target)

@@ -13,7 +13,8 @@ from flax import nnx
 from safetensors.numpy import load_file
 from small_models import randomized
 
-from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, export_drafter, load_drafter, load_target
+from dflash_jax.checkpoints.drafter_export import export_drafter
+from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, load_drafter, load_target
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import ConfigError, drafter_config_to_dict
 
@@ -156,8 +157,8 @@ def test_a_switch_that_the_converter_drops_is_not_read_past(tmp_path):
         load_drafter(converted(make_case(fixture, **fields), tmp_path))
 
 
-def saved_by_the_library(case: Case, folder: Path, *, non_causal: bool, **fields) -> Path:
-    """A drafter that the library describes, makes and saves."""
+def saved_by_the_library(case: Case, folder: Path, *, non_causal: bool, ids=None, **fields) -> Path:
+    """A drafter that the library describes, makes and saves, for these tokens, ascending, or for all."""
     import torch
     from transformers import Qwen3Config
 
@@ -168,7 +169,7 @@ def saved_by_the_library(case: Case, folder: Path, *, non_causal: bool, **fields
     method = speculators.TokenProposalConfig.registry["greedy"](speculative_tokens=case.config.block_size - 1)
     config = speculators.DFlashSpeculatorConfig(
         transformer_layer_config=decoder,
-        draft_vocab_size=case.config.vocab_size,
+        draft_vocab_size=case.config.vocab_size if ids is None else len(ids),
         block_size=case.config.block_size,
         aux_hidden_state_layer_ids=[layer + 1 for layer in case.config.target_layer_ids],
         mask_token_id=case.config.mask_token_id,
@@ -181,6 +182,10 @@ def saved_by_the_library(case: Case, folder: Path, *, non_causal: bool, **fields
         ),
     )
     model = speculators.DFlashDraftModel(config)
+    if ids is not None:
+        used = torch.zeros(case.config.vocab_size, dtype=torch.bool)
+        used[ids] = True
+        model.load_vocab_mappings(used, torch.tensor(ids) - torch.arange(len(ids)))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -213,6 +218,39 @@ def test_a_drafter_that_the_library_saved_loads_here(fixture, layer_types, non_c
     theirs = speculators_library.load(folder)
     assert_tensors_are_those_of_the_file(theirs, folder)
     assert difference(case, loaded.model, theirs).max() < TOLERANCE
+
+
+IDS = [2, 3, 17, 40, 41, 99]
+
+
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_the_library_proposes_from_the_vocabulary_of_an_export(name, tmp_path):
+    """Its head is of our rows, and its tables lead to our tokens."""
+    fixture, fields = DRAFTERS[name]
+    case = make_case(fixture, **fields)
+    ours = LoadedDrafter(case.drafter, case.config, "").restricted(case.target, np.array(IDS, np.int32))
+    folder = export_drafter(ours.model, case.config, tmp_path, layout="speculators", verifier=str(case.folder))
+    theirs = speculators_library.load(folder)
+    assert (theirs.d2t + np.arange(len(IDS))).tolist() == IDS == np.flatnonzero(theirs.t2d).tolist()
+    assert_proposes_as(theirs, case, ours)
+
+
+def test_a_vocabulary_that_the_library_saved_loads_here(tmp_path):
+    """With a head that is not the target's, as one that was trained would be."""
+    case = make_case("qwen3_b8")
+    folder = saved_by_the_library(case, tmp_path / "saved", non_causal=False, ids=IDS)
+    loaded = load_drafter(folder, target=case.target)
+    assert loaded.model.has_own_head and loaded.model.token_ids[...].tolist() == IDS
+    assert_proposes_as(speculators_library.load(folder), case, loaded)
+
+
+def assert_proposes_as(theirs, case: Case, ours: LoadedDrafter) -> None:
+    """Logits [A, W, U] of both, over the draft vocabulary."""
+    hidden_AWD, _ = draft(ours.model.drafter, case.target.model, case.taps_TF, case.tokens_T, jnp.array(ANCHORS))
+    logits_AWU = hidden_AWD @ ours.model.head[...].T
+    _, there_AWU = speculators_library.draft(theirs, case.taps_TF, case.tokens_T, ANCHORS)
+    assert logits_AWU.shape[-1] == len(IDS)
+    np.testing.assert_allclose(logits_AWU, there_AWU, atol=TOLERANCE)
 
 
 def test_a_window_counts_from_the_slot_here_and_from_the_anchor_there(monkeypatch, tmp_path):

@@ -12,7 +12,8 @@ from event_files import event_scalars
 from safetensors.numpy import load_file
 from tiny_run import bits, chat_row, own_rows, placed, read_metrics, settings, write_rows, write_target
 
-from dflash_jax.checkpoints.huggingface import LoadedDrafter, export_drafter, load_drafter, load_target
+from dflash_jax.checkpoints.drafter_export import export_drafter
+from dflash_jax.checkpoints.huggingface import LoadedDrafter, load_drafter, load_target
 from dflash_jax.config import ConfigError, MeshConfig
 from dflash_jax.decoding.generate import generate
 from dflash_jax.evaluation.training_run import HeldOut, devices_for, prepare, train

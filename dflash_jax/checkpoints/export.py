@@ -23,7 +23,8 @@ from flax import nnx
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from dflash_jax.checkpoints.huggingface import MADE_WITH, Layout, export_drafter
+from dflash_jax.checkpoints.drafter_export import Layout, export_drafter
+from dflash_jax.checkpoints.huggingface import MADE_WITH
 from dflash_jax.checkpoints.safetensors_io import CheckpointError
 from dflash_jax.checkpoints.training_state import TrainingCheckpoints, has_checkpoint
 from dflash_jax.cli import exit_with, run_command

@@ -1,56 +1,47 @@
-"""Loading targets and drafters from Hugging Face folders, and exporting drafters."""
+"""Loading targets and drafters from Hugging Face folders."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import secrets
-import shutil
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
 from dflash_jax.checkpoints.draft_vocabulary import (
+    D2T,
     DRAFT_VOCABULARY,
+    HEAD,
+    T2D,
     read_draft_vocabulary,
-    write_draft_vocabulary,
+    read_vocabulary_tensors,
 )
 from dflash_jax.checkpoints.names import drafter_entries, prefixed_target_entries, table_entries
 from dflash_jax.checkpoints.safetensors_io import (
-    SINGLE_FILE,
     CheckpointError,
     TensorFolder,
     fingerprint,
     read_json,
-    write_safetensors,
 )
 from dflash_jax.checkpoints.sources import TEXT_FILES, WEIGHT_FILES, resolve_source
-from dflash_jax.checkpoints.weights import check_dtype, collect, fill
-from dflash_jax.models.draft_vocabulary import RestrictedDrafter
+from dflash_jax.checkpoints.weights import check_dtype, fill
+from dflash_jax.models.draft_vocabulary import RestrictedDrafter, unrestricted
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import (
     DrafterConfig,
     TargetConfig,
     check_drafter_matches_target,
     check_mask_token_id,
-    drafter_config_to_dict,
     parse_drafter_config,
     parse_target_config,
-    to_speculators,
+    reduced_vocabulary,
 )
 from dflash_jax.models.target import Target, TargetTables
-from dflash_jax.sharding import whole
-
-Layout = Literal["z-lab", "speculators"]
 
 MADE_WITH = "training.json"  # beside an exported drafter: what it was trained for and on
 _OUR_FILES = (MADE_WITH, DRAFT_VOCABULARY)  # which other readers ignore
@@ -97,11 +88,14 @@ class LoadedDrafter:
         """How many tokens it proposes; None: any of the target's."""
         return self.model.token_ids.shape[0] if isinstance(self.model, RestrictedDrafter) else None
 
-    def restricted(self, target: LoadedTarget, token_ids_U: np.ndarray | None) -> LoadedDrafter:
-        """The same drafter, proposing only these tokens of the target, int32 [U]; None: any."""
+    def restricted(
+        self, target: LoadedTarget, token_ids_U: np.ndarray | None, head_UD: np.ndarray | None = None
+    ) -> LoadedDrafter:
+        """The same drafter, proposing only these tokens of the target, int32 [U]; None: any. head_UD: see
+        RestrictedDrafter."""
         model = unrestricted(self.model)
         return replace(
-            self, model=model if token_ids_U is None else RestrictedDrafter(model, target.model, token_ids_U)
+            self, model=model if token_ids_U is None else RestrictedDrafter(model, target.model, token_ids_U, head_UD)
         )
 
 
@@ -185,8 +179,9 @@ def load_drafter(
             read.
         dtype: "float32", "bfloat16" or "float16"; None keeps the dtypes of the files.
         mesh: as for `load_target`; the same as the target's.
-        draft_vocabulary: whether it proposes only the tokens that draft_vocabulary.json of its folder lists, where
-            there is one and a target is given: that takes rows of its head.
+        draft_vocabulary: whether it proposes only the tokens that its files list, if they list any: in
+            draft_vocabulary.json, or in tensors of the speculators layout. Without a target it proposes any, as that
+            takes rows of its head.
 
     Raises:
         ConfigError: not a drafter that can be represented, or not one for this target.
@@ -195,7 +190,8 @@ def load_drafter(
     check_dtype(dtype)
     folder = resolve_source(source, files=(*WEIGHT_FILES, *_OUR_FILES, _MASK_EMBEDDING_FILE), kind="drafter")
     layers = None if target is None else target.config.num_layers
-    config = parse_drafter_config(read_json(folder / "config.json"), num_target_layers=layers)
+    raw_config = read_json(folder / "config.json")
+    config, size = parse_drafter_config(raw_config, num_target_layers=layers), reduced_vocabulary(raw_config)
     if (folder / _MASK_EMBEDDING_FILE).exists():
         raise CheckpointError(
             f"{folder} has {_MASK_EMBEDDING_FILE}: a drafter with its own mask embedding is not supported, "
@@ -208,16 +204,14 @@ def load_drafter(
             _warn_of_other_weights(str(source), read_made_with(folder), target)
     model = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
     with TensorFolder(folder) as tensors:
-        fill(model, drafter_entries(config), tensors, dtype=dtype, mesh=mesh)
-    drafter = LoadedDrafter(model=model, config=config, source=str(source))
-    if target is None or not draft_vocabulary:
-        return drafter
-    return drafter.restricted(target, read_draft_vocabulary(folder, target.config.vocab_size))
-
-
-def unrestricted(model: Drafter | RestrictedDrafter) -> Drafter:
-    """The drafter itself, without a draft vocabulary."""
-    return model.drafter if isinstance(model, RestrictedDrafter) else model
+        expected = () if size is None else (D2T, T2D, HEAD)
+        fill(model, drafter_entries(config), tensors, dtype=dtype, expected=expected, mesh=mesh)
+        drafter = LoadedDrafter(model=model, config=config, source=str(source))
+        if target is None or not draft_vocabulary:
+            return drafter
+        if size is not None:
+            return drafter.restricted(target, *read_vocabulary_tensors(tensors, size, config.vocab_size))
+    return drafter.restricted(target, read_draft_vocabulary(folder, config.vocab_size))
 
 
 def read_made_with(source: str | Path) -> dict[str, Any]:
@@ -239,74 +233,6 @@ def _warn_of_other_weights(source: str, made_with: dict[str, Any], target: Loade
             "often; the text stays the target's own",
             stacklevel=3,
         )
-
-
-def export_drafter(
-    drafter: Drafter | RestrictedDrafter,
-    config: DrafterConfig,
-    out_dir: str | Path,
-    *,
-    dtype: str | None = None,
-    overwrite: bool = False,
-    layout: Layout = "z-lab",
-    verifier: str | None = None,
-    draft_vocabulary: Sequence[int] | np.ndarray | None = None,
-) -> Path:
-    """Writes config.json and model.safetensors, and draft_vocabulary.json for a drafter that has one.
-
-    They are written aside, read back by an independent reader, and only then moved into place. Of several processes all
-    have to call, and the first writes.
-
-    Args:
-        drafter: the parameters.
-        config: their description.
-        out_dir: the folder; made if absent, other files in it are left alone.
-        dtype: dtype of the weights in the file; None keeps that of the parameters.
-        overwrite: whether a drafter already there may be replaced.
-        layout: of config.json: "z-lab", which vLLM, SGLang and the reference load, or "speculators", which vLLM and
-            the library of that name load. The tensors are the same.
-        verifier: for "speculators", what the file calls its target: a hub id, or a folder, which vLLM doesn't take.
-        draft_vocabulary: ids of the tokens that it is to propose here; None: those that `drafter` is restricted to, or
-            any. Other readers propose any.
-
-    Returns:
-        The folder.
-
-    Raises:
-        CheckpointError: a checkpoint is there and overwrite is false, or the files read back wrong.
-        ConfigError: the layout can't describe this drafter, see `to_speculators`.
-    """
-    check_dtype(dtype)
-    if layout == "speculators" and not verifier:
-        raise CheckpointError("the speculators layout names the target; set verifier")
-    out_dir = Path(out_dir)
-    present = [name for name in ("config.json", SINGLE_FILE) if (out_dir / name).exists()]
-    if present and not overwrite:
-        raise CheckpointError(
-            f"{out_dir} already has {' and '.join(present)}; choose another folder, or allow overwriting (overwrite)"
-        )
-    if isinstance(drafter, RestrictedDrafter) and draft_vocabulary is None:
-        draft_vocabulary = whole(drafter.token_ids[...])
-    tensors = collect(unrestricted(drafter), drafter_entries(config), dtype=dtype)
-    if jax.process_index() > 0:
-        return out_dir
-    stored = jnp.result_type(*(tensor.dtype for tensor in tensors.values()))
-    plain = drafter_config_to_dict(config, dtype=stored.name)
-    content = to_speculators(plain, verifier=str(verifier)) if layout == "speculators" else plain
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    staging = out_dir.parent / f".{out_dir.name}-{secrets.token_hex(4)}"
-    staging.mkdir()
-    try:
-        write_safetensors(staging / SINGLE_FILE, tensors)
-        _write_config(staging / "config.json", content, config)
-        if draft_vocabulary is not None:
-            write_draft_vocabulary(staging, draft_vocabulary)
-        # safetensors makes files that only their owner may read
-        shutil.copymode(staging / "config.json", staging / SINGLE_FILE)
-        _move_into_place(staging, out_dir)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return out_dir
 
 
 def special_token_ids(target: LoadedTarget) -> dict[str, int | None]:
@@ -364,22 +290,3 @@ def stop_token_ids_of(folder: Path, raw_config: dict, tokenizer: PreTrainedToken
             raise CheckpointError(f"eos_token_id in {place} must be an integer or a list of them, got {value!r}")
         ids.update(listed)
     return tuple(sorted(ids))
-
-
-def _write_config(path: Path, content: dict[str, Any], config: DrafterConfig) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    reread = parse_drafter_config(read_json(path))
-    if drafter_config_to_dict(reread) != drafter_config_to_dict(config):
-        raise CheckpointError(f"{path} reads back as {reread}, which is not what was written: {config}")
-
-
-def _move_into_place(staging: Path, out_dir: Path) -> None:
-    if not out_dir.exists() or not any(out_dir.iterdir()):
-        staging.replace(out_dir)
-        return
-    # that of another drafter would not be wrong, but might cost acceptance
-    (out_dir / DRAFT_VOCABULARY).unlink(missing_ok=True)
-    # weights first: a folder is only taken for a checkpoint once it has a config.json
-    for name in (SINGLE_FILE, DRAFT_VOCABULARY, "config.json"):
-        if (staging / name).exists():
-            (staging / name).replace(out_dir / name)

@@ -22,6 +22,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+# of tensors that are no weights, such as the tables of a draft vocabulary
+_INDEX_DTYPES = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(np.bool_)}
 _HASHED_BLOCKS, _HASHED_BLOCK_BYTES = 256, 4096
 
 
@@ -77,6 +79,17 @@ class TensorFolder:
                 "not quantised weights"
             )
         return self._slice(name)[index] if index else self._handle(name).get_tensor(name)
+
+    def read_indices(self, name: str) -> np.ndarray:
+        """One tensor of integers, or of truth values.
+
+        Raises:
+            CheckpointError: it is of another dtype.
+        """
+        dtype = self._slice(name).get_dtype()
+        if dtype not in _INDEX_DTYPES:
+            raise CheckpointError(f"tensor {name!r} in {self.folder} has dtype {dtype}, not {', '.join(_INDEX_DTYPES)}")
+        return self._handle(name).get_tensor(name)
 
     def _locate(self) -> dict[str, str]:
         if (self.folder / SINGLE_FILE).exists():
@@ -192,7 +205,7 @@ def read_independently(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         position = 0
         for name, info in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             begin, end = info["data_offsets"]
-            dtype, shape = DTYPES.get(info["dtype"]), tuple(info["shape"])
+            dtype, shape = (DTYPES | _INDEX_DTYPES).get(info["dtype"]), tuple(info["shape"])
             if dtype is None or begin != position or end - begin != math.prod(shape) * dtype.itemsize:
                 raise CheckpointError(f"{path}: the header entry of {name!r} is inconsistent: {info}")
             data = file.read(end - begin)

@@ -21,7 +21,7 @@ from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.project import project
 from dflash_jax.models.proposal import Draw, Proposal
 from dflash_jax.models.target import TargetTables
-from dflash_jax.sharding import mesh_of, place_parameters
+from dflash_jax.sharding import mesh_of, place_parameters, whole
 
 
 class RestrictedDrafter(nnx.Module):
@@ -31,14 +31,20 @@ class RestrictedDrafter(nnx.Module):
         drafter: asks its target for `embed`, `dtype` and `logits` only.
         target: whose head it proposes with. Its rows are copied, U · D numbers, so that no round has to gather them.
         token_ids_U: int32, of the target's vocabulary, each at most once.
+        head_UD: rows of a head to use in place of the target's; None: the target's own.
     """
 
-    def __init__(self, drafter: Drafter, target: TargetTables, token_ids_U: np.ndarray):
+    def __init__(
+        self, drafter: Drafter, target: TargetTables, token_ids_U: np.ndarray, head_UD: np.ndarray | None = None
+    ):
         self.drafter = drafter
         self.vocab_size = target.head_VD.shape[0]
         ids_U = jnp.asarray(token_ids_U, jnp.int32)
-        ours, mesh = {"token_ids": ids_U, "head": _rows_of(target.head_VD, ids_U)}, mesh_of(target)
-        if mesh is not None:
+        rows_UD = _rows_of(target.head_VD, ids_U)
+        given_UD = None if head_UD is None else np.asarray(head_UD).astype(target.dtype)
+        self.has_own_head = given_UD is not None and not np.array_equal(given_UD, whole(rows_UD))
+        ours = {"token_ids": ids_U, "head": jnp.asarray(given_UD) if self.has_own_head else rows_UD}
+        if (mesh := mesh_of(target)) is not None:
             ours = place_parameters(mesh, ours)
         self.token_ids, self.head = nnx.Variable(ours["token_ids"]), nnx.Param(ours["head"])
 
@@ -74,6 +80,11 @@ class RestrictedDrafter(nnx.Module):
             return Proposal(token_ids_U[proposal.tokens], None)
         none_BVV = jnp.full((*proposal.log_probs.shape[:-1], self.vocab_size), -jnp.inf, proposal.log_probs.dtype)
         return Proposal(token_ids_U[proposal.tokens], none_BVV.at[..., token_ids_U].set(proposal.log_probs))
+
+
+def unrestricted(model: Drafter | RestrictedDrafter) -> Drafter:
+    """The drafter itself, without a draft vocabulary."""
+    return model.drafter if isinstance(model, RestrictedDrafter) else model
 
 
 @dataclass(frozen=True)

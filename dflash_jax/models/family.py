@@ -9,7 +9,7 @@ from dflash_jax.models.drafter_config import (
     parse_drafter_config,
 )
 from dflash_jax.models.rope_config import ROPE_KINDS, RopeConfig, parse_rope, rope_to_dict
-from dflash_jax.models.speculators_config import to_speculators
+from dflash_jax.models.speculators_config import reduced_vocabulary, to_speculators
 from dflash_jax.models.target_config import (
     FAMILIES,
     TargetConfig,
@@ -33,6 +33,7 @@ __all__ = [
     "parse_drafter_config",
     "parse_rope",
     "parse_target_config",
+    "reduced_vocabulary",
     "rope_to_dict",
     "to_speculators",
 ]

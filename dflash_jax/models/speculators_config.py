@@ -16,7 +16,22 @@ ALGORITHM = "dflash"
 _NOT_OF_THE_DECODER = ("architectures", "block_size", "dflash_config", "is_causal", "num_target_layers")
 
 
-def to_speculators(config: Mapping[str, Any], *, verifier: str) -> dict[str, Any]:
+def reduced_vocabulary(config: Mapping[str, Any]) -> int | None:
+    """How many tokens the drafter proposes, by its config.json; None: any, or it is in another layout.
+
+    Raises:
+        ConfigError: more than there are, or none.
+    """
+    if TYPE not in config:
+        return None
+    fields = Fields(("", config), ("transformer_layer_config.", config.get("transformer_layer_config") or {}))
+    size, vocab_size = fields.optional_integer("draft_vocab_size"), fields.integer("vocab_size")
+    if size is not None and not 1 <= size <= vocab_size:
+        raise ConfigError(f"draft_vocab_size {size} must be from 1 to vocab_size, {vocab_size}")
+    return None if size == vocab_size else size
+
+
+def to_speculators(config: Mapping[str, Any], *, verifier: str, draft_vocab_size: int | None = None) -> dict[str, Any]:
     """The same drafter in the speculators layout.
 
     num_target_layers is no field of that layout; other readers ignore it.
@@ -24,6 +39,7 @@ def to_speculators(config: Mapping[str, Any], *, verifier: str) -> dict[str, Any
     Args:
         config: a config.json in the z-lab layout, as drafter_config_to_dict gives it.
         verifier: hub id or folder of the target.
+        draft_vocab_size: how many tokens it proposes, if the file holds their table; None: any.
 
     Raises:
         ConfigError: a causal layer in a drafter whose layers don't all slide. The layout has one switch for causality,
@@ -42,7 +58,7 @@ def to_speculators(config: Mapping[str, Any], *, verifier: str) -> dict[str, Any
         "architectures": config["architectures"],
         "aux_hidden_state_layer_ids": [layer + 1 for layer in own["target_layer_ids"]],
         "block_size": config["block_size"],
-        "draft_vocab_size": config["vocab_size"],
+        "draft_vocab_size": draft_vocab_size or config["vocab_size"],
         "dtype": config["dtype"],
         "mask_token_id": own["mask_token_id"],
         "num_target_layers": config["num_target_layers"],
@@ -80,7 +96,9 @@ def from_speculators(config: Mapping[str, Any], *, num_target_layers: int | None
         raise ConfigError(
             f"aux_hidden_state_layer_ids {list(entered)}: must be at least 1; 1 is the first layer's output"
         )
-    rest = {name: value for name, value in config.items() if name not in ("transformer_layer_config", "dflash_config")}
+    reduced_vocabulary(config)  # which is no part of a DrafterConfig
+    left_out = ("transformer_layer_config", "dflash_config", "draft_vocab_size")
+    rest = {name: value for name, value in config.items() if name not in left_out}
     return {
         **decoder,
         **rest,

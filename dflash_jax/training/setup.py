@@ -13,9 +13,10 @@ import optax
 from jax.sharding import Mesh
 
 from dflash_jax.checkpoints.export import CHECKPOINTS
-from dflash_jax.checkpoints.huggingface import LoadedTarget, load_drafter, special_token_ids, unrestricted
+from dflash_jax.checkpoints.huggingface import LoadedTarget, load_drafter, special_token_ids
 from dflash_jax.checkpoints.training_state import has_checkpoint
 from dflash_jax.config import ConfigError, ExperimentConfig, ModelConfig, OptimizerConfig, naming
+from dflash_jax.models.draft_vocabulary import unrestricted
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import (
     DrafterConfig,

@@ -17,8 +17,9 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from dflash_jax.checkpoints.drafter_export import export_drafter
 from dflash_jax.checkpoints.export import CHECKPOINTS, METRICS
-from dflash_jax.checkpoints.huggingface import MADE_WITH, LoadedDrafter, LoadedTarget, export_drafter
+from dflash_jax.checkpoints.huggingface import MADE_WITH, LoadedDrafter, LoadedTarget
 from dflash_jax.checkpoints.training_state import TrainingCheckpoints
 from dflash_jax.config import ConfigError, ExperimentConfig
 from dflash_jax.data.loader import PreparedBatches
