@@ -121,6 +121,7 @@ def compile_kernels(generation: str, arguments) -> dict[str, Schedule]:
 
 def visits_of(arguments):
     """The lists of the kernels for anchors drawn uniformly without replacement, documents starting at 0."""
+    import jax
     import jax.numpy as jnp
     import numpy as np
 
@@ -129,8 +130,8 @@ def visits_of(arguments):
     a = arguments
     drawn = np.random.default_rng(0).choice(np.arange(1, a.context), a.blocks, replace=False)
     ends = jnp.asarray(np.sort(drawn)[None], jnp.int32)
-    shapes = (1, a.blocks, a.width, a.heads, a.head_size), (1, a.context, a.kv_heads, a.head_size)
-    to = _tpu_layout.layout(*shapes)
+    sizes = (1, a.blocks, a.width, a.heads, a.head_size), (1, a.context, a.kv_heads, a.head_size)
+    to = _tpu_layout.layout(*(jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes))
     low, high = _tiles.slot_ranges(jnp.zeros_like(ends), ends, a.width, None)
     pairs = _tpu_layout.overlap(low, high, ends > 0, to)
     by_query, by_key = _tiles.visits(pairs), _tiles.transposed_visits(pairs)

@@ -183,10 +183,14 @@ class TestEveryBackend:
                     np.testing.assert_array_equal(reached, wanted)
 
 
-def test_tiles_as_they_are_chosen():
-    """Several tiles of the sizes that a TPU gets, on both sides."""
-    shape = Shape(1, 20, 16, 4, 1, S=600)
-    assert_same_as_dense(shape, random_arrays(shape, 0), *random_ranges(shape, 1), backend="tpu", tiles="chosen")
+@pytest.mark.parametrize(
+    ("A", "dtype", "tolerance"), [(20, jnp.float32, TOLERANCE), (32, jnp.bfloat16, BFLOAT16_TOLERANCE)]
+)
+def test_tiles_as_they_are_chosen(A, dtype, tolerance):
+    """Several tiles of the sizes that a TPU gets, on both sides: of 128 slots in float32, of 256 in bfloat16."""
+    shape = Shape(1, A, 16, 4, 1, S=600)
+    how = dict(backend="tpu", tiles="chosen")
+    assert_same_as_dense(shape, random_arrays(shape, 0, dtype), *random_ranges(shape, 1), tolerance, **how)
 
 
 def test_memory_of_a_tpu_is_used_as_declared():

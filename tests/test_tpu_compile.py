@@ -45,10 +45,7 @@ def largest_buffer(text: str) -> int:
 @requires_libtpu
 @pytest.mark.parametrize("generation", TOPOLOGIES)
 def test_paper_size(generation):
-    """8,192 queries, 3,072 context keys, 32/8 heads of 128, bfloat16, one sequence on a chip.
-
-    One generation by default, since each takes 20 s; the others with -m long. All of them compile the test sizes.
-    """
+    """8,192 queries, 3,072 context keys, 32/8 heads of 128, bfloat16, one sequence on a chip."""
     B, A, W, N, K, H, S = 1, 512, 16, 32, 8, 128, 3072
     arrays = abstract_arrays(B, A, W, N, K, H, S, jnp.bfloat16)
     compiled = compile_for(one_chip(generation), forward_and_backward({}), *arrays)
@@ -61,6 +58,18 @@ def test_paper_size(generation):
     # Beside arguments and results: queries, output and its gradient, heads first. The dense scores take 11.8 GB.
     assert memory.temp_size_in_bytes <= 4 * rows
     assert memory.temp_size_in_bytes < 4 * grid * N / 40
+
+
+@pytest.mark.long
+@requires_libtpu
+@pytest.mark.parametrize("generation", ["v5e", "v5p"])  # v6e grants more
+@pytest.mark.parametrize(("H", "dtype"), [(256, jnp.bfloat16), (128, jnp.float32)], ids=str)
+def test_the_largest_tiles_fit_the_vector_memory(generation, H, dtype):
+    """Paper size: smaller arrays as a whole would lie in it. float32 at "highest", which takes more than one pass."""
+    arrays = abstract_arrays(1, 512, 16, 32, 8, H, 3072, dtype)
+    with jax.default_matmul_precision("highest"):
+        compiled = compile_for(one_chip(generation), forward_and_backward({}), *arrays)
+    assert kernels_in(compiled.as_text()) == KERNELS
 
 
 @requires_libtpu
@@ -83,7 +92,7 @@ def test_test_size(generation, sizes, dtype, options):
     ("sizes", "dtype"),
     [((1, 3, 16, 4, 1, H, 200), jnp.bfloat16) for H in (96, 128, 256)]
     + [((1, 3, W, 4, 1, 64, 200), jnp.bfloat16) for W in (2, 32)]
-    + [((1, 40, 16, 28, 4, 128, 600), jnp.bfloat16)],
+    + [((1, 40, 16, 28, 4, 128, 600), jnp.bfloat16), ((1, 32, 16, 4, 1, 64, 600), jnp.bfloat16)],  # tiles of full size
     ids=str,
 )
 def test_head_sizes_widths_and_groups(sizes, dtype):

@@ -31,7 +31,7 @@ def unsupported(q, k_block, v_block, k_context, v_context) -> str | None:
         return f"head size {H}: it must be a multiple of 8 up to {MAX_HEAD_SIZE}"
     if W > MAX_WIDTH:
         return f"block width {W}: at most {MAX_WIDTH}"
-    to = _tpu_layout.layout(q.shape, k_context.shape)
+    to = _tpu_layout.layout(q, k_context)
     if (size := to.rows * H * q.dtype.itemsize) > MAX_ROWS_BYTES:
         return (
             f"{to.G} queries a key head: a query tile of {to.rows} rows has {size} bytes, at most {MAX_ROWS_BYTES} fit"

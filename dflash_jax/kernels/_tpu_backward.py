@@ -79,7 +79,7 @@ def _key_kernel(
 
 def backward(q, k_block, v_block, k_context, v_context, starts, ends, out, lse_BNR, d_out, mask, scale, tiles=None):
     """Gradients of the five arrays, each in its array's shape and dtype; same contract as _xla.backward."""
-    to = _tpu_layout.layout(q.shape, k_context.shape, tiles)
+    to = _tpu_layout.layout(q, k_context, tiles)
     low_BAW, high_BAW = _tiles.slot_ranges(starts, ends, to.W, mask.window)
     real_BA = ends > starts
     pairs = _tpu_layout.overlap(low_BAW, high_BAW, real_BA, to)

@@ -50,7 +50,7 @@ def _kernel(
 
 def forward(q, k_block, v_block, k_context, v_context, starts, ends, mask, scale, tiles=None):
     """Same results as _xla.forward: the output [B, A, W, N, H] and the log-sum-exp, float32 [B, N, A·W]."""
-    to = _tpu_layout.layout(q.shape, k_context.shape, tiles)
+    to = _tpu_layout.layout(q, k_context, tiles)
     low_BAW, high_BAW = _tiles.slot_ranges(starts, ends, to.W, mask.window)
     real_BA = ends > starts
     visits = _tiles.visits(_tpu_layout.overlap(low_BAW, high_BAW, real_BA, to))

@@ -68,24 +68,32 @@ class Layout(NamedTuple):
         return self.B * self.key_tiles * self.keys
 
 
-def choose_tiles(width: int, groups: int, context_length: int) -> TileSizes:
-    """About 512 rows against at most 512 keys, never more scores than that. By the compiler's schedule larger tiles
-    take fewer cycles (docs/kernel.md); no device has timed any.
+def choose_tiles(blocks: int, width: int, groups: int, context_length: int, itemsize: int) -> TileSizes:
+    """About 1,024 rows against at most 512 keys, in float32 512 rows, never more scores than that. By the compiler's
+    schedule that is best, or nearly, on every generation (docs/kernel.md); no device has timed it. Products of float32
+    at the highest precision need twice the vector memory.
 
     Rows lie along the 128 lanes of the score tile. Slots are its sublanes in the block part, where all but W of them
-    are masked: 128 or 256 cost little beside the context.
+    are masked: up to 256 cost little beside the context.
+
+    A visit costs as much as its rows and some 128 more. A tile visits what any of its blocks reads: where anchors are
+    drawn from the whole context and sorted, as many keys as if there were one tile more. So few blocks get smaller
+    tiles.
     """
+    most_rows = 2048 // itemsize
     whole_lanes = [slots for slots in (256, 128, 64, 32) if slots >= width and slots * groups % 128 == 0]
-    slots = next((slots for slots in whole_lanes if slots * groups <= 512), whole_lanes[-1])
-    most_keys = 512 * 512 // max(512, slots * groups) // 128 * 128
+    fitting = [slots for slots in whole_lanes if slots * groups <= most_rows] or whole_lanes[-1:]
+    slots = min(fitting, key=lambda slots: (-(-blocks * width // slots) + 1) * (slots * groups + 128))
+    most_keys = most_rows * 512 // max(most_rows, slots * groups) // 128 * 128
     return TileSizes(slots, max(128, min(most_keys, -(-context_length // 128) * 128)))
 
 
-def layout(q_shape, context_shape, tiles: TileSizes | None = None) -> Layout:
-    B, A, W, N, H = q_shape
-    _, S, K, _ = context_shape
+def layout(q, k_context, tiles: TileSizes | None = None) -> Layout:
+    """Of arrays, or of anything else that has their shapes and dtypes."""
+    B, A, W, N, H = q.shape
+    _, S, K, _ = k_context.shape
     width = 1 << (W - 1).bit_length()  # a power of two divides the slots of a tile
-    tiles = tiles or choose_tiles(width, N // K, S)
+    tiles = tiles or choose_tiles(A, width, N // K, S, q.dtype.itemsize)
     return Layout(B, A, W, K, N // K, H, S, width, max(1, tiles.slots // width), tiles.keys)
 
 
