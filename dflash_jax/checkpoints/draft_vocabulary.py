@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dflash_jax.checkpoints.safetensors_io import CheckpointError, read_json
+from dflash_jax.models.draft_vocabulary import check_token_ids
 
 DRAFT_VOCABULARY = "draft_vocabulary.json"
 
@@ -27,7 +28,7 @@ def read_draft_vocabulary(folder: str | Path, vocab_size: int) -> np.ndarray | N
     """The draft vocabulary of the drafter in a folder, ascending, int32 [U]; None where it proposes any token.
 
     Raises:
-        CheckpointError: the file is damaged, or has ids that are no tokens of the target.
+        CheckpointError: the file is damaged, or has ids that are no tokens of the target, or the same one twice.
     """
     path = Path(folder) / DRAFT_VOCABULARY
     if not path.is_file():
@@ -35,12 +36,10 @@ def read_draft_vocabulary(folder: str | Path, vocab_size: int) -> np.ndarray | N
     token_ids = read_json(path).get("token_ids")
     if not isinstance(token_ids, list) or not token_ids or any(type(token) is not int for token in token_ids):
         raise CheckpointError(f"{path}: token_ids must be a list of token ids, got {_short(token_ids)}")
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        raise CheckpointError(
-            f"{path}: token_ids reach from {min(token_ids)} to {max(token_ids)}; the target has 0 to {vocab_size - 1}"
-        )
-    if len(set(token_ids)) != len(token_ids):
-        raise CheckpointError(f"{path}: token_ids has {len(token_ids) - len(set(token_ids))} ids more than once")
+    try:
+        check_token_ids(np.asarray(token_ids), vocab_size)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     return np.sort(np.asarray(token_ids, np.int32))
 
 

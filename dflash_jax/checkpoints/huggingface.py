@@ -35,7 +35,7 @@ from dflash_jax.checkpoints.safetensors_io import (
 )
 from dflash_jax.checkpoints.sources import TEXT_FILES, WEIGHT_FILES, resolve_source
 from dflash_jax.checkpoints.weights import check_dtype, collect, fill
-from dflash_jax.models.draft_vocabulary import RestrictedDrafter
+from dflash_jax.models.draft_vocabulary import RestrictedDrafter, check_token_ids
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import (
     DrafterConfig,
@@ -98,7 +98,8 @@ class LoadedDrafter:
         return self.model.token_ids.shape[0] if isinstance(self.model, RestrictedDrafter) else None
 
     def restricted(self, target: LoadedTarget, token_ids_U: np.ndarray | None) -> LoadedDrafter:
-        """The same drafter, proposing only these tokens of the target, int32 [U]; None: any."""
+        """The same drafter, proposing only these tokens of the target, int32 [U]; None: any. Errors as
+        RestrictedDrafter."""
         model = unrestricted(self.model)
         return replace(
             self, model=model if token_ids_U is None else RestrictedDrafter(model, target.model, token_ids_U)
@@ -206,13 +207,14 @@ def load_drafter(
         check_mask_token_id(config.mask_token_id, target.config.vocab_size, special_token_ids(target))
         with contextlib.suppress(CheckpointError):  # a damaged record costs the warning, not the drafter
             _warn_of_other_weights(str(source), read_made_with(folder), target)
+    token_ids_U = None
+    if target is not None and draft_vocabulary:
+        token_ids_U = read_draft_vocabulary(folder, target.config.vocab_size)
     model = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
     with TensorFolder(folder) as tensors:
         fill(model, drafter_entries(config), tensors, dtype=dtype, mesh=mesh)
     drafter = LoadedDrafter(model=model, config=config, source=str(source))
-    if target is None or not draft_vocabulary:
-        return drafter
-    return drafter.restricted(target, read_draft_vocabulary(folder, target.config.vocab_size))
+    return drafter if target is None else drafter.restricted(target, token_ids_U)
 
 
 def unrestricted(model: Drafter | RestrictedDrafter) -> Drafter:
@@ -254,8 +256,8 @@ def export_drafter(
 ) -> Path:
     """Writes config.json and model.safetensors, and draft_vocabulary.json for a drafter that has one.
 
-    They are written aside, read back by an independent reader, and only then moved into place. Of several processes all
-    have to call, and the first writes.
+    They are written aside, the first two read back by an independent reader, and only then moved into place. Of several
+    processes all have to call, and the first writes.
 
     Args:
         drafter: the parameters.
@@ -273,20 +275,26 @@ def export_drafter(
         The folder.
 
     Raises:
-        CheckpointError: a checkpoint is there and overwrite is false, or the files read back wrong.
+        CheckpointError: a checkpoint is there and overwrite is false, draft_vocabulary has ids that are no tokens, or
+            the same one twice, or the files read back wrong.
         ConfigError: the layout can't describe this drafter, see `to_speculators`.
     """
     check_dtype(dtype)
     if layout == "speculators" and not verifier:
         raise CheckpointError("the speculators layout names the target; set verifier")
     out_dir = Path(out_dir)
-    present = [name for name in ("config.json", SINGLE_FILE) if (out_dir / name).exists()]
+    present = [name for name in ("config.json", SINGLE_FILE, DRAFT_VOCABULARY) if (out_dir / name).exists()]
     if present and not overwrite:
         raise CheckpointError(
             f"{out_dir} already has {' and '.join(present)}; choose another folder, or allow overwriting (overwrite)"
         )
     if isinstance(drafter, RestrictedDrafter) and draft_vocabulary is None:
         draft_vocabulary = whole(drafter.token_ids[...])
+    if draft_vocabulary is not None:
+        try:
+            check_token_ids(np.asarray(draft_vocabulary), config.vocab_size)
+        except ValueError as error:
+            raise CheckpointError(f"draft_vocabulary: {error}") from error
     tensors = collect(unrestricted(drafter), drafter_entries(config), dtype=dtype)
     if jax.process_index() > 0:
         return out_dir
