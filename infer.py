@@ -44,6 +44,8 @@ def main() -> None:
     for flag, other in needed:
         if FLAGS[flag].value and not FLAGS[other].value:
             exit_with(ValueError(f"--{flag} needs --{other}"))
+    if not FLAGS.draft_vocabulary and not FLAGS.drafter:
+        exit_with(ValueError("--nodraft_vocabulary needs --drafter"))
     if FLAGS.proposals == "sampled" and not FLAGS.drafter:
         exit_with(ValueError("--proposals=sampled needs --drafter"))
     if FLAGS.require_same and FLAGS.proposals == "sampled" and FLAGS.temperature > 0:

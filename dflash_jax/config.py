@@ -136,8 +136,9 @@ class CheckpointConfig:
     """directory holds checkpoints/, metrics.jsonl and drafter/, the best export so far.
 
     every_steps 0: only at the end. keep: how many checkpoints stay. draft_vocab_size: the drafter proposes only that
-    many tokens, the most frequent ones of the training rows' answers (models/draft_vocabulary.py); None: any. It is
-    free to change: training does not depend on it.
+    many tokens, the most frequent ones of the training rows' answers (models/draft_vocabulary.py), or all of these if
+    they are fewer; None: any. It is free to change, as training does not depend on it, but checkpoints that are there
+    keep the one that they were saved with.
     """
 
     directory: str = ""

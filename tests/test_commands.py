@@ -150,6 +150,7 @@ WRONG_FLAGS = [
     (["--top_p=1.5"], "top_p=1.5 must be a number above 0 and at most 1"),
     (["--top_k=-1"], "--top_k=-1"),
     (["--proposals=sampled"], "--proposals=sampled needs --drafter"),
+    (["--nodraft_vocabulary"], "--nodraft_vocabulary needs --drafter"),
     (
         ["{drafter}", "--compare", "--require_same", "--proposals=sampled", "--temperature=1"],
         "--require_same needs --proposals=argmax",

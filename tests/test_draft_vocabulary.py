@@ -1,6 +1,8 @@
 """A draft vocabulary changes what is proposed and nothing else: the target's text, its distribution, what files say."""
 
+import dataclasses
 import json
+import re
 import shutil
 from unittest import mock
 
@@ -18,6 +20,7 @@ from dflash_jax.checkpoints.export import export_checkpoint
 from dflash_jax.checkpoints.huggingface import load_drafter, load_target
 from dflash_jax.checkpoints.safetensors_io import CheckpointError
 from dflash_jax.data import draft_vocabulary as command
+from dflash_jax.data.provenance import meta_path
 from dflash_jax.data.rows import TrainingRow
 from dflash_jax.decoding.generate import generate
 from dflash_jax.evaluation import heldout
@@ -89,9 +92,33 @@ def test_drawn_texts_follow_the_targets_distribution(proposals):
 
 
 def test_the_rows_of_the_head_are_copied_once_and_not_in_every_round():
-    model = ITS_DRAFTER.restricted(SOME, THIRD).model
-    assert isinstance(model, RestrictedDrafter)
-    np.testing.assert_array_equal(model.head[...], SOME.model.head_VD[THIRD])
+    drafter = ITS_DRAFTER.restricted(SOME, THIRD)
+    assert isinstance(drafter.model, RestrictedDrafter)
+    np.testing.assert_array_equal(drafter.model.head[...], SOME.model.head_VD[THIRD])
+    text = str(jax.make_jaxpr(lambda model: proposed(dataclasses.replace(drafter, model=model)))(drafter.model))
+    rows = re.escape(f"f32[{len(THIRD)},{SOME.config.hidden_size}]")
+    made = [line for line in text.splitlines() if re.search(rf":{rows} = ", line)]
+    assert re.search(rows, text) and not made
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        ([], "token_ids must be a list of token ids, got an array of float64, shape \\(0,\\)"),
+        ([1.0, 2.0], "token_ids must be a list of token ids, got an array of float64"),
+        ([[1, 2]], "token_ids must be a list of token ids, got an array of int64, shape \\(1, 2\\)"),
+        ([3, 61], "token_ids reach from 3 to 61; the target has 0 to 60"),
+        ([-1, 4], "token_ids reach from -1 to 4"),
+        ([4, 5, 4], "token_ids has 1 ids more than once"),
+    ],
+)
+def test_what_is_no_vocabulary_is_refused(token_ids, message, tmp_path):
+    """A token that stands there twice would change the distribution of sampled texts."""
+    with pytest.raises(ValueError, match=message):
+        ITS_DRAFTER.restricted(SOME, np.array(token_ids))
+    with pytest.raises(CheckpointError, match=f"draft_vocabulary: {message}"):
+        export_drafter(ITS_DRAFTER.model, ITS_DRAFTER.config, tmp_path / "out", draft_vocabulary=np.array(token_ids))
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_adaptive_width_takes_it():
@@ -155,6 +182,13 @@ def test_an_export_keeps_it_and_one_without_removes_that_of_the_drafter_before(r
     assert load_drafter(out, target=load_target(name)).model is not None
 
 
+def test_an_export_does_not_replace_a_vocabulary_unasked(tmp_path):
+    write_draft_vocabulary(tmp_path, [3])
+    with pytest.raises(CheckpointError, match=f"already has {DRAFT_VOCABULARY}"):
+        export_drafter(ITS_DRAFTER.model, ITS_DRAFTER.config, tmp_path)
+    assert read_draft_vocabulary(tmp_path, VOCABULARY).tolist() == [3]
+
+
 def test_a_warm_start_trains_the_drafter_itself(run, files, tmp_path):
     fields = {"training__steps": 5, "model__warm_start": str(run[0] / "drafter")}
     outcome = train(settings(*files, tmp_path, **fields))
@@ -179,6 +213,7 @@ def test_a_damaged_file_is_named(content, message, run, tmp_path):
     folder, name = run
     shutil.copytree(folder / "drafter", tmp_path / "damaged")
     (tmp_path / "damaged" / DRAFT_VOCABULARY).write_text(content)
+    (tmp_path / "damaged" / "model.safetensors").unlink()  # it is told before weights are read
     with pytest.raises(CheckpointError, match=f"{DRAFT_VOCABULARY}.*{message}"):
         load_drafter(tmp_path / "damaged", target=load_target(name))
 
@@ -204,6 +239,34 @@ def test_the_command_counts_what_training_counts(run, files, tmp_path):
         arguments = {"drafter": str(tmp_path / "drafter"), "target": str(name), "data": train_file} | wrong
         with pytest.raises(ValueError, match=f"--{next(iter(wrong))}='nowhere'"):
             command.run(size=8, **arguments)
+
+
+def test_the_command_names_the_drafter_that_it_cannot_write_into(run, files, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))  # the shell leaves ~ in --drafter=~/drafter
+    shutil.copytree(run[0] / "drafter", tmp_path / "drafter")
+    assert command.run("~/drafter", str(run[1]), str(files[1]), 5).startswith(str(tmp_path / "drafter"))
+    (tmp_path / "drafter" / DRAFT_VOCABULARY).unlink()
+    (tmp_path / "drafter" / DRAFT_VOCABULARY).mkdir()
+    with pytest.raises(ValueError, match=f"--drafter='~/drafter': can't be written: .*{DRAFT_VOCABULARY}"):
+        command.run("~/drafter", str(run[1]), str(files[1]), 5)
+
+
+def test_the_command_takes_data_of_another_target_when_told_to(run, files, tmp_path):
+    folder, name = run
+    shutil.copytree(folder / "drafter", tmp_path / "drafter")
+    chats = shutil.copy(files[1], tmp_path / "chats.jsonl")
+    meta_path(chats).write_text('{"target": "other", "target_fingerprint": "0"}')
+    arguments = str(tmp_path / "drafter"), str(name), str(chats), 8
+    with pytest.raises(ValueError, match="--data=.*made for another target .*allow_other_target"):
+        command.run(*arguments)
+    assert "8 of 61 tokens" in command.run(*arguments, allow_other_target=True)
+
+
+def test_a_row_with_a_token_that_the_target_lacks_is_named():
+    row = TrainingRow("a", np.array([70, 61], np.int32), np.array([False, True]))
+    assert command.count_answer_tokens([row], 62)[61] == 1
+    with pytest.raises(ValueError, match="row 'a' has token 61; the target has 0 to 60"):
+        command.count_answer_tokens([row], 61)
 
 
 def test_the_file_is_small_and_sorted(tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from dflash_jax.checkpoints.safetensors_io import CheckpointError, TensorFolder, read_json
+from dflash_jax.models.draft_vocabulary import check_token_ids
 
 DRAFT_VOCABULARY = "draft_vocabulary.json"
 
@@ -31,7 +32,7 @@ def read_draft_vocabulary(folder: str | Path, vocab_size: int) -> np.ndarray | N
     """The draft vocabulary of the drafter in a folder, ascending, int32 [U]; None where it proposes any token.
 
     Raises:
-        CheckpointError: the file is damaged, or has ids that are no tokens of the target.
+        CheckpointError: the file is damaged, or has ids that are no tokens of the target, or the same one twice.
     """
     path = Path(folder) / DRAFT_VOCABULARY
     if not path.is_file():
@@ -39,7 +40,7 @@ def read_draft_vocabulary(folder: str | Path, vocab_size: int) -> np.ndarray | N
     token_ids = read_json(path).get("token_ids")
     if not isinstance(token_ids, list) or not token_ids or any(type(token) is not int for token in token_ids):
         raise CheckpointError(f"{path}: token_ids must be a list of token ids, got {_short(token_ids)}")
-    _check_ids(f"{path}: token_ids", token_ids, vocab_size)
+    _check_ids(str(path), np.asarray(token_ids), vocab_size)
     return np.sort(np.asarray(token_ids, np.int32))
 
 
@@ -66,19 +67,17 @@ def read_vocabulary_tensors(tensors: TensorFolder, size: int, vocab_size: int) -
         if len(array) != size:
             raise CheckpointError(f"{where}; {name} has {len(array)} rows")
     ids_U = offsets_U + np.arange(size)
-    _check_ids(f"{tensors.folder}: the tokens of {D2T}", ids_U.tolist(), vocab_size)
+    _check_ids(f"{tensors.folder}, {D2T}", ids_U, vocab_size)
     if T2D in tensors.names and not np.array_equal(np.flatnonzero(tensors.read_indices(T2D)), np.sort(ids_U)):
         raise CheckpointError(f"{tensors.folder}: {T2D} marks other tokens than {D2T} leads to")
     return ids_U.astype(np.int32), head_UD
 
 
-def _check_ids(what: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        raise CheckpointError(
-            f"{what} reach from {min(token_ids)} to {max(token_ids)}; the target has 0 to {vocab_size - 1}"
-        )
-    if repeated := len(token_ids) - len(set(token_ids)):
-        raise CheckpointError(f"{what} have {repeated} ids more than once")
+def _check_ids(where: str, token_ids_U: np.ndarray, vocab_size: int) -> None:
+    try:
+        check_token_ids(token_ids_U, vocab_size)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from error
 
 
 def _short(value: object) -> str:

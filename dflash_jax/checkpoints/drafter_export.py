@@ -17,7 +17,7 @@ from dflash_jax.checkpoints.draft_vocabulary import DRAFT_VOCABULARY, vocabulary
 from dflash_jax.checkpoints.names import drafter_entries
 from dflash_jax.checkpoints.safetensors_io import SINGLE_FILE, CheckpointError, read_json, write_safetensors
 from dflash_jax.checkpoints.weights import check_dtype, collect
-from dflash_jax.models.draft_vocabulary import RestrictedDrafter, unrestricted
+from dflash_jax.models.draft_vocabulary import RestrictedDrafter, check_token_ids, unrestricted
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import DrafterConfig, drafter_config_to_dict, parse_drafter_config, to_speculators
 from dflash_jax.sharding import whole
@@ -41,8 +41,8 @@ def export_drafter(
     In the speculators layout the vocabulary of a RestrictedDrafter stands among the tensors instead, where vLLM and the
     library find it.
 
-    They are written aside, read back by an independent reader, and only then moved into place. Of several processes all
-    have to call, and the first writes.
+    They are written aside, the first two read back by an independent reader, and only then moved into place. Of several
+    processes all have to call, and the first writes.
 
     Args:
         drafter: the parameters.
@@ -60,18 +60,24 @@ def export_drafter(
 
     Raises:
         CheckpointError: a checkpoint is there and overwrite is false, the files read back wrong, or the drafter has a
-            head of its own, for which the z-lab layout has no place.
+            head of its own, for which the z-lab layout has no place; or draft_vocabulary has ids that are no tokens, or
+            the same one twice.
         ConfigError: the layout can't describe this drafter, see `to_speculators`.
     """
     check_dtype(dtype)
     if layout == "speculators" and not verifier:
         raise CheckpointError("the speculators layout names the target; set verifier")
     out_dir = Path(out_dir)
-    present = [name for name in ("config.json", SINGLE_FILE) if (out_dir / name).exists()]
+    present = [name for name in ("config.json", SINGLE_FILE, DRAFT_VOCABULARY) if (out_dir / name).exists()]
     if present and not overwrite:
         raise CheckpointError(
             f"{out_dir} already has {' and '.join(present)}; choose another folder, or allow overwriting (overwrite)"
         )
+    if draft_vocabulary is not None:
+        try:
+            check_token_ids(np.asarray(draft_vocabulary), config.vocab_size)
+        except ValueError as error:
+            raise CheckpointError(f"draft_vocabulary: {error}") from error
     tensors = collect(unrestricted(drafter), drafter_entries(config), dtype=dtype)
     stored, size = jnp.result_type(*(tensor.dtype for tensor in tensors.values())), None
     if isinstance(drafter, RestrictedDrafter):

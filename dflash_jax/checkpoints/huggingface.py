@@ -91,7 +91,7 @@ class LoadedDrafter:
     def restricted(
         self, target: LoadedTarget, token_ids_U: np.ndarray | None, head_UD: np.ndarray | None = None
     ) -> LoadedDrafter:
-        """The same drafter, proposing only these tokens of the target, int32 [U]; None: any. head_UD: see
+        """The same drafter, proposing only these tokens of the target, int32 [U]; None: any. head_UD and errors as for
         RestrictedDrafter."""
         model = unrestricted(self.model)
         return replace(
@@ -202,6 +202,9 @@ def load_drafter(
         check_mask_token_id(config.mask_token_id, target.config.vocab_size, special_token_ids(target))
         with contextlib.suppress(CheckpointError):  # a damaged record costs the warning, not the drafter
             _warn_of_other_weights(str(source), read_made_with(folder), target)
+    token_ids_U = None
+    if target is not None and draft_vocabulary and size is None:
+        token_ids_U = read_draft_vocabulary(folder, target.config.vocab_size)
     model = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
     with TensorFolder(folder) as tensors:
         expected = () if size is None else (D2T, T2D, HEAD)
@@ -211,7 +214,7 @@ def load_drafter(
             return drafter
         if size is not None:
             return drafter.restricted(target, *read_vocabulary_tensors(tensors, size, config.vocab_size))
-    return drafter.restricted(target, read_draft_vocabulary(folder, config.vocab_size))
+    return drafter.restricted(target, token_ids_U)
 
 
 def read_made_with(source: str | Path) -> dict[str, Any]:

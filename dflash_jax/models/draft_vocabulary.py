@@ -1,7 +1,7 @@
 """A drafter that proposes only some of the target's tokens, its draft vocabulary.
 
-To propose, a drafter multiplies with the target's head, which is often larger than all of its layers. Few tokens make
-up nearly all of a text, so their rows of the head will do. The target still verifies with its whole vocabulary: the
+To propose, a drafter multiplies with the target's head, which may be larger than all of its layers. Few tokens make up
+nearly all of a text, so their rows of the head will do. The target still verifies with its whole vocabulary: the
 text is the same, a token that is left out is merely never proposed. (EAGLE-3's drafters do so too.)
 
 U: tokens of the draft vocabulary.
@@ -32,6 +32,9 @@ class RestrictedDrafter(nnx.Module):
         target: whose head it proposes with. Its rows are copied, U · D numbers, so that no round has to gather them.
         token_ids_U: int32, of the target's vocabulary, each at most once.
         head_UD: rows of a head to use in place of the target's; None: the target's own.
+
+    Raises:
+        ValueError: token_ids_U has other numbers, some of them twice, or none.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class RestrictedDrafter(nnx.Module):
     ):
         self.drafter = drafter
         self.vocab_size = target.head_VD.shape[0]
+        check_token_ids(np.asarray(token_ids_U), self.vocab_size)
         ids_U = jnp.asarray(token_ids_U, jnp.int32)
         rows_UD = _rows_of(target.head_VD, ids_U)
         given_UD = None if head_UD is None else np.asarray(head_UD).astype(target.dtype)
@@ -85,6 +89,24 @@ class RestrictedDrafter(nnx.Module):
 def unrestricted(model: Drafter | RestrictedDrafter) -> Drafter:
     """The drafter itself, without a draft vocabulary."""
     return model.drafter if isinstance(model, RestrictedDrafter) else model
+
+
+def check_token_ids(token_ids_U: np.ndarray, vocab_size: int) -> None:
+    """Checks a draft vocabulary. No text would tell: with a token twice, sampled ones are of another distribution.
+
+    Raises:
+        ValueError: these are not some of the tokens 0 … vocab_size − 1, each once.
+    """
+    if token_ids_U.ndim != 1 or not token_ids_U.size or token_ids_U.dtype.kind not in "iu":
+        raise ValueError(
+            f"token_ids must be a list of token ids, got an array of {token_ids_U.dtype}, shape {token_ids_U.shape}"
+        )
+    if token_ids_U.min() < 0 or token_ids_U.max() >= vocab_size:
+        raise ValueError(
+            f"token_ids reach from {token_ids_U.min()} to {token_ids_U.max()}; the target has 0 to {vocab_size - 1}"
+        )
+    if repeated := len(token_ids_U) - len(np.unique(token_ids_U)):
+        raise ValueError(f"token_ids has {repeated} ids more than once")
 
 
 @dataclass(frozen=True)
