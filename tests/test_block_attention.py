@@ -184,7 +184,7 @@ class TestEveryBackend:
 
 
 @pytest.mark.parametrize(
-    ("A", "dtype", "tolerance"), [(20, jnp.float32, TOLERANCE), (32, jnp.bfloat16, BFLOAT16_TOLERANCE)]
+    ("A", "dtype", "tolerance"), [(20, jnp.float32, TOLERANCE), (80, jnp.bfloat16, BFLOAT16_TOLERANCE)]
 )
 def test_tiles_as_they_are_chosen(A, dtype, tolerance):
     """Several tiles of the sizes that a TPU gets, on both sides: of 128 slots in float32, of 256 in bfloat16."""

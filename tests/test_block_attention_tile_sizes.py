@@ -42,11 +42,12 @@ def test_many_blocks(sizes, tiles):
     [
         (dict(blocks=1), 32),  # 128 rows
         (dict(blocks=3), 64),
-        (dict(blocks=8), 128),
-        (dict(blocks=16), 256),
-        (dict(blocks=17), 128),  # three tiles in place of two, and a quarter less work
+        (dict(blocks=8), 64),  # two tiles, of which the first reads about half of the context
+        (dict(blocks=16), 128),
+        (dict(blocks=17), 64),  # a tile of 128 more would be nearly empty
         (dict(blocks=24), 128),
-        (dict(blocks=32), 256),
+        (dict(blocks=32), 128),
+        (dict(blocks=80), 256),
         (dict(blocks=1, groups=1), 128),
         (dict(blocks=3, groups=7), 128),
         (dict(blocks=1, groups=16), 32),
