@@ -1,7 +1,7 @@
 """The quickstart's drafter trained on all the chats shipped here, six times over.
 
-Reaches an acceptance length of 1.81 on held-out chats (greedy, width 8), where the quickstart reaches 1.61. The
-drafter, its curve and its time are in configs/drafters/smollm2.
+Reached an acceptance length of 1.81 on held-out chats (greedy, width 8, proposing any token), where the quickstart
+reached 1.61. The drafter, its curve and its time are in configs/drafters/smollm2.
 
     python train.py --config configs/smollm2_longer.py
 """

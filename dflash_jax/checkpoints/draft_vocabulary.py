@@ -53,7 +53,9 @@ def vocabulary_tensors(token_ids_U: np.ndarray, head_UD: np.ndarray, vocab_size:
     return {D2T: ids_U - np.arange(len(ids_U)), T2D: used_V, HEAD: head_UD[order_U]}
 
 
-def read_vocabulary_tensors(tensors: TensorFolder, size: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+def read_vocabulary_tensors(
+    tensors: TensorFolder, size: int, vocab_size: int, hidden_size: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The draft vocabulary of a file in the speculators layout, int32 [U], and its rows of a head, [U, D].
 
     Raises:
@@ -63,9 +65,9 @@ def read_vocabulary_tensors(tensors: TensorFolder, size: int, vocab_size: int) -
     if missing := [name for name in (D2T, HEAD) if name not in tensors.names]:
         raise CheckpointError(f"{where} and has no {' and no '.join(missing)}")
     offsets_U, head_UD = tensors.read_indices(D2T), tensors.read(HEAD)
-    for name, array in ((D2T, offsets_U), (HEAD, head_UD)):
-        if len(array) != size:
-            raise CheckpointError(f"{where}; {name} has {len(array)} rows")
+    for name, array, shape in ((D2T, offsets_U, (size,)), (HEAD, head_UD, (size, hidden_size))):
+        if array.shape != shape:
+            raise CheckpointError(f"{where}; {name} is {list(array.shape)} and must be {list(shape)}")
     ids_U = offsets_U + np.arange(size)
     _check_ids(f"{tensors.folder}, {D2T}", ids_U, vocab_size)
     if T2D in tensors.names and not np.array_equal(np.flatnonzero(tensors.read_indices(T2D)), np.sort(ids_U)):

@@ -213,7 +213,8 @@ def load_drafter(
         if target is None or not draft_vocabulary:
             return drafter
         if size is not None:
-            return drafter.restricted(target, *read_vocabulary_tensors(tensors, size, config.vocab_size))
+            vocabulary = read_vocabulary_tensors(tensors, size, config.vocab_size, config.hidden_size)
+            return drafter.restricted(target, *vocabulary)
     return drafter.restricted(target, token_ids_U)
 
 
