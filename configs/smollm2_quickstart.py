@@ -1,8 +1,9 @@
 """A drafter for SmolLM2-135M-Instruct on two CPU cores: the whole path in minutes.
 
-Reaches an acceptance length of 1.61 on 64 held-out chats (greedy, width 8; the run itself decodes 16). On two cores of
-an AMD EPYC with AVX2 in float32 it takes about 10 minutes. Not the paper's recipe: 3 layers instead of 5, a fitted
-start, the target's own distribution instead of labels, three-slot blocks first, a steeper decay.
+Reaches an acceptance length of 1.61 on 64 held-out chats (greedy, width 8, proposing any token; on the 16 that the run
+itself decodes 1.58, with its draft vocabulary and without). On two cores of an AMD EPYC with AVX2 in float32 it takes
+about 10 minutes. Not the paper's recipe: 3 layers instead of 5, a fitted start, the target's own distribution instead
+of labels, three-slot blocks first, a steeper decay.
 
     python train.py --config configs/smollm2_quickstart.py
 """

@@ -19,6 +19,7 @@ from block_attention_cases import (
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
+from dflash_jax.kernels import _tpu_layout
 from dflash_jax.kernels._xla import CHUNK
 
 SHAPES = [
@@ -184,13 +185,16 @@ class TestEveryBackend:
 
 
 @pytest.mark.parametrize(
-    ("A", "dtype", "tolerance"), [(20, jnp.float32, TOLERANCE), (80, jnp.bfloat16, BFLOAT16_TOLERANCE)]
+    ("A", "dtype", "slots", "tolerance"),
+    [(24, jnp.float32, 128, TOLERANCE), (80, jnp.bfloat16, 256, BFLOAT16_TOLERANCE)],
 )
-def test_tiles_as_they_are_chosen(A, dtype, tolerance):
-    """Several tiles of the sizes that a TPU gets, on both sides: of 128 slots in float32, of 256 in bfloat16."""
-    shape = Shape(1, A, 16, 4, 1, S=600)
-    how = dict(backend="tpu", tiles="chosen")
-    assert_same_as_dense(shape, random_arrays(shape, 0, dtype), *random_ranges(shape, 1), tolerance, **how)
+def test_tiles_as_they_are_chosen(A, dtype, slots, tolerance):
+    """Several tiles of the sizes that a TPU gets, on both sides."""
+    shape, how = Shape(1, A, 16, 4, 1, S=600), dict(backend="tpu", tiles="chosen")
+    arrays = random_arrays(shape, 0, dtype)
+    to = _tpu_layout.layout(arrays[0], arrays[3])
+    assert to.slots == slots and to.query_tiles > 1 and to.key_tiles > 1
+    assert_same_as_dense(shape, arrays, *random_ranges(shape, 1), tolerance, **how)
 
 
 def test_memory_of_a_tpu_is_used_as_declared():
