@@ -1,6 +1,5 @@
 """The benchmark as a user runs it: both arms, what the files hold, how the tables are laid out, what errors say."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -9,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmark_cells import measured, results_of
 from flax import nnx
-from small_models import drafter_config, rigged, script, scripted
+from small_models import drafter_config
 from tiny_models import torch_target
 from tiny_tokenizer import tiny_tokenizer
 
@@ -19,8 +19,7 @@ from dflash_jax.checkpoints.huggingface import load_target
 from dflash_jax.data import presets
 from dflash_jax.data.chat import render
 from dflash_jax.evaluation import benchmark
-from dflash_jax.evaluation.benchmark_config import DecodingConfig, default_config, to_benchmark
-from dflash_jax.evaluation.benchmark_results import PromptSet, Results
+from dflash_jax.evaluation.benchmark_config import default_config, to_benchmark
 from dflash_jax.evaluation.benchmark_tables import tables
 from dflash_jax.models.drafter import Drafter
 
@@ -290,99 +289,8 @@ def test_a_config_file_is_asked_for(capsys):
     )
 
 
-PROMPTS = [[1, 2, 3], [4, 5], [6]]
-ANSWERS = np.random.default_rng(0).integers(1, 60, (3, 40)).tolist()
-DECODING = DecodingConfig(max_new_tokens=25, repetitions=1)
-
-
-def measured(right: int):
-    """A cell at batch 1 with a drafter whose first `right` proposals of four are right. 24 tokens follow the first."""
-    results = []
-    for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
-        script_BS = script([prompt], [answer])
-        target, drafter = scripted(script_BS), rigged(script_BS, right, 5)
-        results += benchmark.measure(target, drafter, "scripted", [prompt], [5], 0.0, 1, DECODING)
-    return results
-
-
-def test_the_acceptance_length_counts_the_targets_token():
-    for cell in measured(right=3):
-        assert cell.acceptance.acceptance_length == 4.0
-        assert cell.acceptance.accepted_share == 0.75
-        assert cell.acceptance.position_acceptance == [1.0, 1.0, 1.0, 0.0]
-        assert (cell.baseline.batch_rounds, cell.dflash.batch_rounds, cell.identical) == (24, 6, 1)
-
-
-def test_runs_that_compile_are_not_timed(monkeypatch):
-    """The adaptive width may compile one in any run: here in the first three with the drafter."""
-    drafted, right = [], benchmark.generate
-
-    def compiling(target, prompts, *, drafter=None, **options):
-        rows = right(target, prompts, drafter=drafter, **options)
-        drafted.extend([drafter] * (drafter is not None))
-        compiled = drafter is not None and len(drafted) <= 3
-        seconds = {"compile_seconds": 1.0, "decode_seconds": 1e6} if compiled else {"compile_seconds": 0.0}
-        return [dataclasses.replace(row, stats=dataclasses.replace(row.stats, **seconds)) for row in rows]
-
-    monkeypatch.setattr(benchmark, "generate", compiling)
-    script_BS = script(PROMPTS[:1], ANSWERS[:1])
-    arguments = scripted(script_BS), rigged(script_BS, 3, 5), "scripted", PROMPTS[:1], ["adaptive"], 0.0, 1
-    [cell] = benchmark.measure(*arguments, dataclasses.replace(DECODING, repetitions=2))
-    assert len(drafted) == 1 + 2 + 2  # one to compile, two that had to be repeated, two that count
-    assert max(cell.dflash.decode_seconds_of_runs) < 1e6
-
-
-def test_a_benchmark_that_keeps_compiling_ends(monkeypatch):
-    runs, right = [], benchmark.generate
-
-    def compiling(*arguments, **options):
-        runs.append(right(*arguments, **options))
-        return [dataclasses.replace(row, stats=dataclasses.replace(row.stats, compile_seconds=1.0)) for row in runs[-1]]
-
-    monkeypatch.setattr(benchmark, "generate", compiling)
-    benchmark._settled_run(scripted(script(PROMPTS[:1], ANSWERS[:1])), PROMPTS[:1], max_new_tokens=5)
-    assert len(runs) == benchmark.SETTLING_RUNS
-
-
-def test_texts_that_differ_are_counted(monkeypatch):
-    right = benchmark.generate
-
-    def one_wrong(target, prompts, *, drafter=None, **options):
-        rows = right(target, prompts, drafter=drafter, **options)
-        wrong = [dataclasses.replace(row, tokens=[0, *row.tokens[1:]]) for row in rows]
-        return rows if drafter is None else wrong
-
-    monkeypatch.setattr(benchmark, "generate", one_wrong)
-    assert [cell.identical for cell in measured(right=3)] == [0, 0, 0]
-
-
-def results_of(cell) -> Results:
-    settings = {
-        "models": {"target": "t", "drafter": "d", "target_dtype": "float32", "drafter_dtype": "float32"},
-        "decoding": {"max_new_tokens": 25, "seed": 0, "proposals": "argmax", "repetitions": 1},
-    }
-    part = PromptSet("scripted", 1, 3, 3.0, 3, "")
-    return Results(settings, "cpu", "cpu", "0", "default", "", 5, 61, None, {}, None, [part], [cell])
-
-
-def test_what_is_slower_than_plain_decoding_is_said():
-    [cell, *_] = measured(right=3)
-    cell = dataclasses.replace(cell, baseline=dataclasses.replace(cell.baseline, decode_seconds=6.0))
-    slow, fast = (
-        dataclasses.replace(cell, dflash=dataclasses.replace(cell.dflash, decode_seconds=s)) for s in (12.0, 3.0)
-    )
-    text = tables(results_of(slow))
-    assert "Slower than plain decoding in 1 of 1 cells" in text
-    assert "speedup 0.50, acceptance length 4.00, where rounds of this cost need 8.00 to break even" in text
-    assert "training data not recorded" in text
-    assert "Faster than plain decoding in all 1 cells" in tables(results_of(fast))
-
-
 def test_the_drafters_vocabulary_is_taken_unless_told_not_to(folder, results, monkeypatch):
     assert results["draft_vocab_size"] == results["vocab_size"] - 3
-    whole = results_of(measured(right=3)[0])
-    assert "- draft vocabulary: 50 of 61 tokens" in tables(dataclasses.replace(whole, draft_vocab_size=50))
-    assert "draft vocabulary" not in tables(whole)
     monkeypatch.setattr(benchmark, "measure", lambda *arguments: [])
     for chosen, expected in ((True, results["draft_vocab_size"]), (False, None)):
         config = default_config()
@@ -390,18 +298,3 @@ def test_the_drafters_vocabulary_is_taken_unless_told_not_to(folder, results, mo
         config.models.draft_vocabulary, config.prompts.sets = chosen, (str(folder / "first.jsonl"),)
         config.decoding.batch_sizes, config.output.directory = (1,), str(folder / "unused")
         assert benchmark.run(to_benchmark(config.to_dict())).draft_vocab_size == expected
-
-
-def test_sampled_proposals_are_not_held_to_identical_texts():
-    results = results_of(measured(right=3)[0])
-    assert "identical ones are due" not in tables(results)
-    results.settings["decoding"]["proposals"] = "sampled"
-    assert "identical ones are due at temperature 0 only" in tables(results)
-
-
-def test_without_matplotlib_the_rest_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "dflash_jax.evaluation.benchmark_plot", raising=False)
-    benchmark.write(results_of(measured(right=1)[0]), tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "table.md"]
-    assert "no plot.png: matplotlib is not installed" in capsys.readouterr().err

@@ -41,18 +41,19 @@ def test_many_blocks(sizes, tiles):
     ("sizes", "slots"),
     [
         (dict(blocks=1), 32),  # 128 rows
-        (dict(blocks=3), 64),
+        (dict(blocks=3), 32),
         (dict(blocks=8), 64),  # two tiles, of which the first reads about half of the context
-        (dict(blocks=16), 128),
+        (dict(blocks=16), 64),  # costs what 128 do, by this measure; the schedule of v5p is 0.3 % shorter
         (dict(blocks=17), 64),  # a tile of 128 more would be nearly empty
         (dict(blocks=24), 128),
         (dict(blocks=32), 128),
+        (dict(blocks=64), 128),  # likewise, and 7 % shorter than with 256
         (dict(blocks=80), 256),
         (dict(blocks=1, groups=1), 128),
         (dict(blocks=3, groups=7), 128),
         (dict(blocks=1, groups=16), 32),
         (dict(blocks=1, width=128), 128),
-        (dict(blocks=3, itemsize=4), 64),
+        (dict(blocks=3, itemsize=4), 32),
     ],
     ids=str,
 )

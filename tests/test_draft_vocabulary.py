@@ -41,8 +41,9 @@ def proposed(drafter, target=SOME, *, sampled: bool = False) -> Proposal:
     positions_BT = jnp.broadcast_to(jnp.arange(4), (2, 4))
     cache = model.absorb(model.init_cache(2, 8), taps_BTMD, positions_BT, jnp.array([4, 4]))
 
-    def draw(logits, positions):
-        return Proposal(jnp.argmax(logits, -1).astype(jnp.int32), jax.nn.log_softmax(logits) if sampled else None)
+    def draw(logits_BVU, positions_BV):
+        log_probs_BVU = jax.nn.log_softmax(logits_BVU) if sampled else None
+        return Proposal(jnp.argmax(logits_BVU, -1).astype(jnp.int32), log_probs_BVU)
 
     return model.propose(target.model, cache, jnp.array([1, 2]), jnp.array([4, 4]), draw, width=4)
 
@@ -170,6 +171,7 @@ def test_an_exported_checkpoint_has_it_too(run, tmp_path):
     np.testing.assert_array_equal(
         read_draft_vocabulary(out, VOCABULARY), read_draft_vocabulary(folder / "drafter", VOCABULARY)
     )
+    assert "| proposes | 8 tokens where draft_vocabulary.json is read |" in (out / "README.md").read_text()
 
 
 def test_an_export_keeps_it_and_one_without_removes_that_of_the_drafter_before(run, tmp_path):

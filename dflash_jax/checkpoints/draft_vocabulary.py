@@ -18,7 +18,7 @@ from dflash_jax.models.draft_vocabulary import check_token_ids
 DRAFT_VOCABULARY = "draft_vocabulary.json"
 
 # draft token i is the target's token i + d2t[i], whose logit is of row i of the head; t2d marks the target's tokens
-D2T, T2D, HEAD = "d2t", "t2d", "lm_head.weight"
+D2T, T2D, HEAD = VOCABULARY_TENSORS = "d2t", "t2d", "lm_head.weight"
 
 
 def write_draft_vocabulary(folder: str | Path, token_ids_U: Sequence[int] | np.ndarray) -> Path:

@@ -117,6 +117,8 @@ def model_card(config: DrafterConfig, position: Mapping[str, Any], step: int, ac
     made_with, experiment = position["made_with"], position["experiment"]
     reached = "not measured" if acceptance is None else f"{acceptance:.2f} (held-out chats, greedy decoding)"
     settings = {part: experiment[part] for part in ("model", "training", "optimizer")}
+    proposed = position.get("draft_vocabulary")
+    vocabulary = "any token" if proposed is None else f"{len(proposed):,} tokens where draft_vocabulary.json is read"
     sources = ("target", "warm_start")  # may be paths of the machine that it was trained on
     settings["model"] = {name: value for name, value in settings["model"].items() if name not in sources}
     return f"""# A DFlash drafter for {made_with["target"]}
@@ -128,6 +130,7 @@ Proposes blocks of tokens for speculative decoding with its target (DFlash, arXi
 | target | {made_with["target"]}, weights {made_with["target_fingerprint"]} |
 | trained on | {made_with["train_file"]}, rows {position["inputs"]["data.train_file"][:16]} |
 | block size | {config.block_size} |
+| proposes | {vocabulary} |
 | layers, taps | {config.num_layers}, {list(config.target_layer_ids)} |
 | step | {step} |
 | acceptance length | {reached} |

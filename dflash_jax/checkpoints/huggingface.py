@@ -14,10 +14,8 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
 from dflash_jax.checkpoints.draft_vocabulary import (
-    D2T,
     DRAFT_VOCABULARY,
-    HEAD,
-    T2D,
+    VOCABULARY_TENSORS,
     read_draft_vocabulary,
     read_vocabulary_tensors,
 )
@@ -202,20 +200,18 @@ def load_drafter(
         check_mask_token_id(config.mask_token_id, target.config.vocab_size, special_token_ids(target))
         with contextlib.suppress(CheckpointError):  # a damaged record costs the warning, not the drafter
             _warn_of_other_weights(str(source), read_made_with(folder), target)
-    token_ids_U = None
-    if target is not None and draft_vocabulary and size is None:
-        token_ids_U = read_draft_vocabulary(folder, target.config.vocab_size)
-    model = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
+    vocabulary = ()  # token ids and, in the speculators layout, rows of a head
+    restricts = draft_vocabulary and target is not None
+    if restricts and size is None:  # before any weight is read: a damaged one is told at once
+        vocabulary = (read_draft_vocabulary(folder, config.vocab_size),)
     with TensorFolder(folder) as tensors:
-        expected = () if size is None else (D2T, T2D, HEAD)
-        fill(model, drafter_entries(config), tensors, dtype=dtype, expected=expected, mesh=mesh)
-        drafter = LoadedDrafter(model=model, config=config, source=str(source))
-        if target is None or not draft_vocabulary:
-            return drafter
-        if size is not None:
+        if restricts and size is not None:
             vocabulary = read_vocabulary_tensors(tensors, size, config.vocab_size, config.hidden_size)
-            return drafter.restricted(target, *vocabulary)
-    return drafter.restricted(target, token_ids_U)
+        model = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
+        expected = () if size is None else VOCABULARY_TENSORS
+        fill(model, drafter_entries(config), tensors, dtype=dtype, expected=expected, mesh=mesh)
+    drafter = LoadedDrafter(model=model, config=config, source=str(source))
+    return drafter if target is None or not vocabulary else drafter.restricted(target, *vocabulary)
 
 
 def read_made_with(source: str | Path) -> dict[str, Any]:

@@ -188,6 +188,7 @@ def _frequent_tokens(
     sizes = shortlist, experiment.checkpoint.draft_vocab_size
     if sizes == (None, None):
         return None, None
+    logger.info("counting the tokens of the answers")  # of a large prepared set it takes minutes
     with naming("data.train_file", experiment.data.train_file):
         counts_V = count_answer_tokens(rows, target.config.vocab_size)
     of_loss, of_drafter = (None if size is None else most_frequent(counts_V, size) for size in sizes)

@@ -78,11 +78,11 @@ def choose_tiles(blocks: int, width: int, groups: int, context_length: int, item
 
     A visit costs as much as its rows and some 128 more. A tile visits what any of its blocks reads: where anchors are
     drawn from the whole context and sorted, as many keys as if there were one tile more. So few blocks get smaller
-    tiles.
+    tiles, and of two that cost the same the smaller.
     """
     most_rows = 2048 // itemsize
-    whole_lanes = [slots for slots in (256, 128, 64, 32) if slots >= width and slots * groups % 128 == 0]
-    fitting = [slots for slots in whole_lanes if slots * groups <= most_rows] or whole_lanes[-1:]
+    whole_lanes = [slots for slots in (32, 64, 128, 256) if slots >= width and slots * groups % 128 == 0]
+    fitting = [slots for slots in whole_lanes if slots * groups <= most_rows] or whole_lanes[:1]
     slots = min(fitting, key=lambda slots: (-(-blocks * width // slots) + 1) * (slots * groups + 128))
     most_keys = most_rows * 512 // max(most_rows, slots * groups) // 128 * 128
     return TileSizes(slots, max(128, min(most_keys, -(-context_length // 128) * 128)))
