@@ -48,6 +48,9 @@ def known_costs(monkeypatch):
         def get(self, width):
             return SECONDS[width]
 
+        def fresh(self, width):
+            return True
+
         def trusted(self, width):
             return True
 

@@ -249,6 +249,17 @@ def test_plain_rounds_that_were_timed_at_a_bad_moment_are_timed_again(table, fac
     assert costs.get(1) == table[1]
 
 
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("factor", [1.5, 2.5])
+def test_a_width_that_was_timed_at_a_bad_moment_is_timed_again(width, factor):
+    """Where it may be better than the one in use: with half of the slots right, 4 is the best of these."""
+    table = {1: 1.0, 2: 1.2, 4: 1.3, 8: 1.6, 16: 2.2}
+    costs = measured(table | {width: factor * table[width]})
+    run = Simulation(table, always(0.5), tokens=2000, costs=costs)
+    assert costs.get(width) == table[width]
+    assert run.share(4, 600, 2000) > 0.8
+
+
 def test_a_batch_counts_all_its_rows():
     """One round of a large batch tells as much as many rounds of one row: nothing more is tried for a while."""
     controller = WidthController(W, measured(ACCELERATOR))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 ALLOWANCE = 4.0  # plain rounds that may be lost from the start
 ALLOWANCE_SHARE = 0.02  # and of every token so far
@@ -29,6 +30,7 @@ FIRST_REST, LONGEST_REST = 16, 256  # plain rounds before drafting is tried agai
 LONGEST_CHUNK = 16  # rounds between two looks
 TRUSTED_ROUNDS = 3  # fewer timed rounds of a width are not held against it
 SAMPLES = 9  # timings of a width that are remembered
+FRESH_ROUNDS = 128  # and for how many rounds, of any width: by then the machine may have become another
 DOUBT = 0.95  # of the plain cost: what noise may make of a wider round
 
 
@@ -37,37 +39,57 @@ def candidate_widths(max_width: int) -> tuple[int, ...]:
     return (*(1 << power for power in range((max_width - 1).bit_length())), max_width)
 
 
+class _Timing(NamedTuple):
+    """Seconds of a round, over some rounds; at: rounds timed by then. sure: see RoundCosts.add."""
+
+    seconds: float
+    rounds: int
+    sure: bool
+    at: int
+
+
 class RoundCosts:
     """Seconds of a round at each width, for one compiled shape: medians of the last timings, outlier-proof.
+
+    A width that was not timed for long keeps its last timings, which are then not fresh: the next one replaces them.
 
     launch: seconds of a launch that runs no rounds, for the caller to keep; None until it is measured.
     """
 
     def __init__(self):
         self.launch: float | None = None
-        self._samples = collections.defaultdict(lambda: collections.deque(maxlen=SAMPLES))
+        self._rounds = 0  # timed so far, of all widths
+        self._samples: dict[int, list[_Timing]] = collections.defaultdict(list)
 
     def add(self, width: int, rounds: int, seconds: float, *, sure: bool = True) -> None:
         """A timing of some rounds, compilation excluded. One that is not sure counts until a sure one comes."""
+        self._rounds += rounds
         samples = self._samples[width]
-        if sure and not all(sure for *_, sure in samples):
-            samples.clear()
-        if sure or all(not sure for *_, sure in samples):
-            samples.append((seconds / rounds, rounds, sure))
+        kept = [sample for sample in samples if self._is_fresh(sample) and sample.sure >= sure]
+        if sure or not any(sample.sure for sample in kept):
+            kept.append(_Timing(seconds / rounds, rounds, sure, self._rounds))
+        self._samples[width] = kept[-SAMPLES:]
 
     def get(self, width: int) -> float | None:
         """Seconds of a round, the median weighted by rounds; None where nothing is known."""
         samples = sorted(self._samples[width])
-        half = sum(rounds for _, rounds, _ in samples) / 2
-        for seconds, rounds, _ in samples:
-            half -= rounds
+        half = sum(sample.rounds for sample in samples) / 2
+        for sample in samples:
+            half -= sample.rounds
             if half <= 0:
-                return seconds
+                return sample.seconds
         return None
+
+    def fresh(self, width: int) -> bool:
+        """Whether it was timed lately."""
+        return any(map(self._is_fresh, self._samples[width]))
 
     def trusted(self, width: int) -> bool:
         """Whether enough rounds were timed that one interruption does not decide."""
-        return sum(rounds for _, rounds, _ in self._samples[width]) >= TRUSTED_ROUNDS
+        return sum(sample.rounds for sample in self._samples[width]) >= TRUSTED_ROUNDS
+
+    def _is_fresh(self, sample: _Timing) -> bool:
+        return self._rounds - sample.at <= FRESH_ROUNDS
 
 
 class WidthController:
@@ -95,7 +117,7 @@ class WidthController:
 
     def next(self) -> tuple[int, int]:
         """The width to use now, and at most how many rounds before the next decision."""
-        if self.costs.get(1) is None or self._plain_is_doubtful():
+        if not self.costs.fresh(1) or self._plain_is_doubtful():
             return 1, 2
         if self._rest == 0:
             width, wait = self._best_width()
@@ -138,16 +160,19 @@ class WidthController:
     def _plain_is_doubtful(self) -> bool:
         """Whether a wider round was clearly quicker than plain ones, which can't be: these were timed at a bad moment,
         and everything is measured by them."""
-        plain = self.costs.get(1)
-        wider = [cost for width in self.widths[1:] if (cost := self.costs.get(width)) is not None]
-        return plain is not None and min(wider, default=plain) < DOUBT * plain
+        (_, plain), *wider = self._fresh_costs()
+        return min((cost for _, cost in wider), default=plain) < DOUBT * plain
 
     def _fall_back(self) -> None:
         """Plain decoding for a while: longer than the last time, unless the rounds since then paid."""
-        if self._debt < self._debt_before:
+        if self._has_paid():
             self._next_rest = FIRST_REST
         self._rest = self._next_rest
         self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+
+    def _has_paid(self) -> bool:
+        """Whether the rounds since the last rest gave more than they cost."""
+        return self._debt < self._debt_before
 
     def _best_width(self) -> tuple[int, int | None]:
         """The best width that can be afforded, and after how many tokens of plain decoding one can be that is expected
@@ -169,7 +194,19 @@ class WidthController:
                 wait = min(wait, missing / ALLOWANCE_SHARE)
             if rate > best_rate and self._affordable_rounds(width):
                 best, best_rate = width, rate
+        if best > 1 and self._has_paid():
+            best = self._overdue(tokens, best_rate) or best
         return best, None if wait == math.inf else math.ceil(wait)
+
+    def _overdue(self, tokens: Sequence[float], best_rate: float) -> int | None:
+        """A width that was not timed for long and may be better than the best, at what the next narrower one costs."""
+        fresh = self._fresh_costs()
+        for width in self.widths[1:]:
+            if self.costs.get(width) is not None and not self.costs.fresh(width):
+                least = max((other, cost) for other, cost in fresh if other < width)[1] / fresh[0][1]
+                if tokens[width - 1] / least > best_rate and self._affordable_rounds(width):
+                    return width
+        return None
 
     def _affordable_rounds(self, width: int) -> int:
         """How many rounds of a width may give one token each."""
@@ -186,7 +223,7 @@ class WidthController:
         It is no cheaper than a narrower one, and no dearer than a wider one or than narrower ones in its stead.
         """
         known = [(other, cost) for other in self.widths if (cost := self.costs.get(other)) is not None]
-        plain, own = min(cost for _, cost in known), self.costs.get(width)
+        plain, own = min(cost for _, cost in self._fresh_costs()), self.costs.get(width)
         if own is not None and (width == 1 or self.costs.trusted(width)):
             return own / plain
         below, cost = max((other, cost) for other, cost in known if other < width)
@@ -194,3 +231,8 @@ class WidthController:
             return cost / plain
         above = [cost for other, cost in known if other >= width]
         return min([cost * width / below, *above]) / plain
+
+    def _fresh_costs(self) -> list[tuple[int, float]]:
+        """Width and seconds of plain rounds, and of those that were timed lately."""
+        widths = (width for width in self.widths if width == 1 or self.costs.fresh(width))
+        return [(width, cost) for width in widths if (cost := self.costs.get(width)) is not None]
