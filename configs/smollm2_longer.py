@@ -1,7 +1,8 @@
-"""The quickstart's drafter trained on all the chats shipped here, six times over.
+"""The quickstart's drafter trained on all of its 1,408 chats, six times over.
 
-Reached an acceptance length of 1.81 on held-out chats (greedy, width 8, proposing any token), where the quickstart
-reached 1.61. The drafter, its curve and its time are in configs/drafters/smollm2.
+Reached an acceptance length of 1.81 on 32 held-out chats (greedy, width 8, proposing any token or 4,096), where the
+quickstart reached 1.61. Steps and evaluations took 62 min, after 40 min of features and fit, on two cores of an AMD
+EPYC with AVX2 that did other work most of the time. configs/smollm2_further.py goes on from it.
 
     python train.py --config configs/smollm2_longer.py
 """
