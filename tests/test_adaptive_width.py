@@ -250,7 +250,7 @@ def test_plain_rounds_that_were_timed_at_a_bad_moment_are_timed_again(table, fac
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-@pytest.mark.parametrize("factor", [1.5, 2.5])
+@pytest.mark.parametrize("factor", [1.15, 1.5, 2.5])
 def test_a_width_that_was_timed_at_a_bad_moment_is_timed_again(width, factor):
     """Where it may be better than the one in use: with half of the slots right, 4 is the best of these."""
     table = {1: 1.0, 2: 1.2, 4: 1.3, 8: 1.6, 16: 2.2}

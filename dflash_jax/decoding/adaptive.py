@@ -7,10 +7,12 @@ drafted, and after a while that doubles each time in vain it is tried again.
 What a call can lose against plain decoding is bounded: rounds that are expected to cost more than they give are only
 run on an allowance of 4 plain rounds and 2 % of the tokens so far. The next call with the same drafter goes on where
 this one ended: with what was lost and not made up for, with half of what was learned of the slots, and with the rest
-that was begun, if it is short. Not in the bound: costs measured wrong, the first rounds of a width that cost more than
-twice those of the next narrower one, what the drafter absorbs in rounds of width 1, which plain decoding without a
-drafter does not do, the round that a stream launches before it knows what the last one gave, and what calls with one
-drafter that run at the same time, and share all this, do to each other.
+that was begun, if it is short. What was timed long ago says little of a machine that does other things, too: plain
+rounds are timed anew, and so is, while drafting pays, a width that may be better than the one in use. Not in the bound:
+costs measured wrong, the first rounds of a width that cost more than twice those of the next narrower one, what the
+drafter absorbs in rounds of width 1, which plain decoding without a drafter does not do, the round that a stream
+launches before it knows what the last one gave, and what calls with one drafter that run at the same time, and share
+all this, do to each other.
 """
 
 from __future__ import annotations
@@ -201,11 +203,13 @@ class WidthController:
     def _overdue(self, tokens: Sequence[float], best_rate: float) -> int | None:
         """A width that was not timed for long and may be better than the best, at what the next narrower one costs."""
         fresh = self._fresh_costs()
+        plain = min(cost for _, cost in fresh)
         for width in self.widths[1:]:
-            if self.costs.get(width) is not None and not self.costs.fresh(width):
-                least = max((other, cost) for other, cost in fresh if other < width)[1] / fresh[0][1]
-                if tokens[width - 1] / least > best_rate and self._affordable_rounds(width):
-                    return width
+            if self.costs.get(width) is None or self.costs.fresh(width):
+                continue
+            _, least = max((other, cost) for other, cost in fresh if other < width)
+            if tokens[width - 1] * plain / least > best_rate and self._affordable_rounds(width):
+                return width
         return None
 
     def _affordable_rounds(self, width: int) -> int:
