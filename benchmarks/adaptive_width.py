@@ -7,11 +7,13 @@ The same prompts are decoded greedily, one by one, with the drafter as it is, an
 first k slots and wrong behind them, at the drafter's full cost: k = 0 never helps, k = width − 1 always does. The ways
 of decoding take turns prompt by prompt, so that a machine whose speed drifts is as slow for one as for the others;
 printed are sums over the prompts beside those of plain decoding, compilation left out. Every way decodes the first
-prompt once before, which also tells the adaptive width what rounds cost.
+prompt once before, which also tells the adaptive width what rounds cost. With --batch_size above 1 all prompts go in
+one call, and the ways take turns call by call; of the rigged drafters only k = 0 is there.
 """
 
 import collections
 import dataclasses
+import itertools
 import statistics
 
 import jax
@@ -37,12 +39,13 @@ flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of both models' 
 flags.DEFINE_integer("limit", 8, "Prompts.", lower_bound=1)
 flags.DEFINE_integer("max_new_tokens", 96, "New tokens a prompt.", lower_bound=1)
 flags.DEFINE_integer("rounds", 2, "How often every prompt is decoded in every way.", lower_bound=1)
-flags.DEFINE_list("right", None, "k of the rigged drafters; default: 0, 1 and width − 1.")
+flags.DEFINE_integer("batch_size", 1, "Rows decoded together.", lower_bound=1)
+flags.DEFINE_list("right", None, "k of the rigged drafters; default: 0, 1 and width − 1, or 0 for batches.")
 
 
 @jax.tree_util.register_pytree_node_class
 class Rigged:
-    """A drafter that does its work, and then says what a script and `right` make of it. Of one row."""
+    """A drafter that does its work, and then says what a script and `right` make of it. One script for all rows."""
 
     def __init__(self, drafter, script_S: jax.Array, right: jax.Array):
         self.drafter, self.script_S, self.right = drafter, script_S, right
@@ -72,36 +75,41 @@ def main(_):
     encoded = encode_prompts(target.tokenizer, conversations, report, max_prompt_length=LONGEST_PROMPT)
     prompts = [prompt.ids for prompt in encoded]
     answers = [generate(target, [prompt], max_new_tokens=FLAGS.max_new_tokens)[0].tokens for prompt in prompts]
-    W = drafter.model.max_width
+    W, rows = drafter.model.max_width, len(prompts)
+    calls = [[row] for row in range(rows)] if FLAGS.batch_size == 1 else [list(range(rows))]
+    calls = [([prompts[row] for row in call], [answers[row] for row in call]) for call in calls]
+    rights = [int(right) for right in FLAGS.right or ([0, 1, W - 1] if FLAGS.batch_size == 1 else [0])]
+    if FLAGS.batch_size > 1 and any(rights):
+        raise app.UsageError(f"--right={','.join(map(str, rights))}: a batch can only be wrong everywhere, 0")
     rigged = {
         f"right in {right}": dataclasses.replace(
-            drafter, model=Rigged(drafter.model, _script(prompts[0], answers[0], W), jnp.int32(right))
+            drafter, model=Rigged(drafter.model, _script(*calls[0], W), jnp.int32(right))
         )
-        for right in (map(int, FLAGS.right) if FLAGS.right else (0, 1, W - 1))
+        for right in rights
     }
-    print(f"{jax.devices()[0].device_kind}, {FLAGS.dtype}, batch 1, greedy, {len(prompts)} prompts, ", end="")
+    print(f"{jax.devices()[0].device_kind}, {FLAGS.dtype}, batch {FLAGS.batch_size}, greedy, {rows} prompts, ", end="")
     print(f"{FLAGS.max_new_tokens} new tokens each")
     for name, model in {"the drafter": drafter, **rigged}.items():
-        _compare(name, target, model, prompts, answers)
+        _compare(name, target, model, calls)
 
 
-def _compare(name: str, target, drafter, prompts, answers) -> None:
+def _compare(name: str, target, drafter, calls) -> None:
     """Prints seconds of every way to decode, over those of plain decoding, round by round."""
     ways = {"plain": None, **{f"width {width}": width for width in candidate_widths(drafter.model.max_width)[1:]}}
     ways["adaptive"] = "adaptive"
     seconds = {way: [0.0] * FLAGS.rounds for way in ways}
     tokens, rounds = collections.Counter(), collections.Counter()
-    for way in ways:  # compiles what the first prompt needs; later ones are charged apart
-        _decode(target, drafter, ways[way], prompts[0], answers[0])
-    for turn in tqdm(range(FLAGS.rounds * len(prompts)), desc=name, leave=False):
-        prompt, answer = prompts[turn % len(prompts)], answers[turn % len(prompts)]
+    for way in ways:  # compiles what the first call needs; later ones are charged apart
+        _decode(target, drafter, ways[way], *calls[0])
+    for turn in tqdm(range(FLAGS.rounds * len(calls)), desc=name, leave=False):
+        prompts, answers = calls[turn % len(calls)]
         for way, width in ways.items():
-            result = _decode(target, drafter, width, prompt, answer)
-            if result.tokens != answer:
-                raise RuntimeError(f"{name}, {way}: the text of prompt {turn % len(prompts)} is not the target's own")
-            seconds[way][turn // len(prompts)] += result.stats.decode_seconds
-            tokens[way] += len(result.tokens) - 1  # the first one is the prefill's
-            rounds[way] += len(result.acceptance_lengths)
+            results = _decode(target, drafter, width, prompts, answers)
+            if [result.tokens for result in results] != answers:
+                raise RuntimeError(f"{name}, {way}: the texts of call {turn % len(calls)} are not the target's own")
+            seconds[way][turn // len(calls)] += results[0].stats.decode_seconds
+            tokens[way] += sum(len(result.tokens) - 1 for result in results)  # the first one is the prefill's
+            rounds[way] += sum(len(result.acceptance_lengths) for result in results)
     print(f"\n{name}\n  {'':10}  tokens a round   seconds   over plain, by round")
     for way in ways:
         over = [own / plain for own, plain in zip(seconds[way], seconds["plain"], strict=True)]
@@ -111,18 +119,21 @@ def _compare(name: str, target, drafter, prompts, answers) -> None:
     print(f"  adaptive takes {sum(seconds['adaptive']) / best:.3f} × the time of the best of the others")
 
 
-def _decode(target, drafter, width, prompt, answer):
-    if width is None:
-        return generate(target, [prompt], max_new_tokens=FLAGS.max_new_tokens)[0]
-    if isinstance(drafter.model, Rigged):
-        drafter.model.script_S = _script(prompt, answer, drafter.model.max_width)
-    return generate(target, [prompt], drafter=drafter, width=width, max_new_tokens=FLAGS.max_new_tokens)[0]
+def _decode(target, drafter, width, prompts, answers):
+    options = {} if width is None else {"drafter": drafter, "width": width}
+    if width is not None and isinstance(drafter.model, Rigged):
+        drafter.model.script_S = _script(prompts, answers, drafter.model.max_width)
+    return generate(target, prompts, max_new_tokens=FLAGS.max_new_tokens, batch_size=FLAGS.batch_size, **options)
 
 
-def _script(prompt: list[int], answer: list[int], width: int) -> jax.Array:
-    """Prompt and answer by position; of one length, so that one program serves all."""
+def _script(prompts: list[list[int]], answers: list[list[int]], width: int) -> jax.Array:
+    """Prompt and answer by position, or of several what none of them holds; of one length: one program serves all."""
     script_S = np.zeros(LONGEST_PROMPT + FLAGS.max_new_tokens + width, np.int32)
-    script_S[: len(prompt) + len(answer)] = prompt + answer
+    if len(prompts) == 1:
+        script_S[: len(prompts[0]) + len(answers[0])] = prompts[0] + answers[0]
+    else:
+        held = {token for answer in answers for token in answer}
+        script_S[:] = next(token for token in itertools.count() if not held & {token + 1, token + 2})  # see propose
     return jnp.asarray(script_S)
 
 

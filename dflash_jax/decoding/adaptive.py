@@ -8,11 +8,11 @@ What a call can lose against plain decoding is bounded: rounds that are expected
 run on an allowance of 4 plain rounds and 2 % of the tokens so far. The next call with the same drafter goes on where
 this one ended: with what was lost and not made up for, with half of what was learned of the slots, and with the rest
 that was begun, if it is short. What was timed long ago says little of a machine that does other things, too: plain
-rounds are timed anew, and so is, while drafting pays, a width that may be better than the one in use. Not in the bound:
-costs measured wrong, the first rounds of a width that cost more than twice those of the next narrower one, what the
-drafter absorbs in rounds of width 1, which plain decoding without a drafter does not do, the round that a stream
-launches before it knows what the last one gave, and what calls with one drafter that run at the same time, and share
-all this, do to each other.
+rounds are timed anew, and so is a width that may be better than the one in use. Not in the bound: costs measured wrong,
+the first rounds of a width that cost more than twice those of the next narrower one, what the drafter absorbs in rounds
+of width 1, which plain decoding without a drafter does not do, slots that wait because rows that draft do not end
+together as plain ones of one length do, the round that a stream launches before it knows what the last one gave, and
+what calls with one drafter that run at the same time, and share all this, do to each other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ LONGEST_CHUNK = 16  # rounds between two looks
 TRUSTED_ROUNDS = 3  # fewer timed rounds of a width are not held against it
 SAMPLES = 9  # timings of a width that are remembered
 FRESH_ROUNDS = 128  # and for how many rounds, of any width: by then the machine may have become another
+LONGEST_FRESH = 1024  # but for plain rounds, it doubles each time that an old timing is confirmed
 DOUBT = 0.95  # of the plain cost: what noise may make of a wider round
+MARGIN = 1.03  # what drafting has to promise over plain decoding
+AGREEMENT = 0.25  # of an old timing: what a new one may differ by and still confirm it
+PACE_ROUNDS = 4.0  # rounds after which half of what the width in use takes more is put down to the machine
+LARGEST_CHANGE = 1.35  # in the pace, that one timing can show
 
 
 def candidate_widths(max_width: int) -> tuple[int, ...]:
@@ -53,7 +58,10 @@ class _Timing(NamedTuple):
 class RoundCosts:
     """Seconds of a round at each width, for one compiled shape: medians of the last timings, outlier-proof.
 
-    A width that was not timed for long keeps its last timings, which are then not fresh: the next one replaces them.
+    A width that was not timed for long keeps its last timings, which are then not fresh: the next one replaces those
+    that it does not confirm, and where it confirms them, it stays fresh for longer. A machine may get slower or faster
+    as a whole: by how much is read off the width in use, and all timings are taken to have changed with it. Not off
+    plain rounds, which are what is timed anew where timings contradict each other.
 
     launch: seconds of a launch that runs no rounds, for the caller to keep; None until it is measured.
     """
@@ -61,37 +69,53 @@ class RoundCosts:
     def __init__(self):
         self.launch: float | None = None
         self._rounds = 0  # timed so far, of all widths
+        self._pace = 1.0  # what a round takes now, over what it took at the start
+        self._last_width = 0
         self._samples: dict[int, list[_Timing]] = collections.defaultdict(list)
+        self._stays_fresh: dict[int, int] = collections.defaultdict(lambda: FRESH_ROUNDS)
 
     def add(self, width: int, rounds: int, seconds: float, *, sure: bool = True) -> None:
         """A timing of some rounds, compilation excluded. One that is not sure counts until a sure one comes."""
+        usual, was_fresh = self.get(width), self.fresh(width)
+        if sure and usual is not None and width == self._last_width > 1:
+            change = min(max(seconds / rounds / usual, 1 / LARGEST_CHANGE), LARGEST_CHANGE)
+            self._pace *= change ** (rounds / (rounds + PACE_ROUNDS))
+        self._last_width = width
         self._rounds += rounds
-        samples = self._samples[width]
-        kept = [sample for sample in samples if self._is_fresh(sample) and sample.sure >= sure]
+        new = _Timing(seconds / rounds / self._pace, rounds, sure, self._rounds)
+        valid = (old for old in self._samples[width] if self._is_fresh(width, old) or _agree(old, new))
+        kept = [sample for sample in valid if sample.sure >= sure]
+        if width > 1 and not was_fresh:
+            self._stays_fresh[width] = min(2 * self._stays_fresh[width], LONGEST_FRESH) if kept else FRESH_ROUNDS
         if sure or not any(sample.sure for sample in kept):
-            kept.append(_Timing(seconds / rounds, rounds, sure, self._rounds))
+            kept.append(new)
         self._samples[width] = kept[-SAMPLES:]
 
     def get(self, width: int) -> float | None:
         """Seconds of a round, the median weighted by rounds; None where nothing is known."""
-        samples = sorted(self._samples[width])
+        timings = self._samples[width]
+        samples = sorted(sample for sample in timings if self._is_fresh(width, sample)) or sorted(timings)
         half = sum(sample.rounds for sample in samples) / 2
         for sample in samples:
             half -= sample.rounds
             if half <= 0:
-                return sample.seconds
+                return sample.seconds * self._pace
         return None
 
     def fresh(self, width: int) -> bool:
         """Whether it was timed lately."""
-        return any(map(self._is_fresh, self._samples[width]))
+        return any(self._is_fresh(width, sample) for sample in self._samples[width])
 
     def trusted(self, width: int) -> bool:
         """Whether enough rounds were timed that one interruption does not decide."""
         return sum(sample.rounds for sample in self._samples[width]) >= TRUSTED_ROUNDS
 
-    def _is_fresh(self, sample: _Timing) -> bool:
-        return self._rounds - sample.at <= FRESH_ROUNDS
+    def _is_fresh(self, width: int, sample: _Timing) -> bool:
+        return self._rounds - sample.at <= self._stays_fresh[width]
+
+
+def _agree(old: _Timing, new: _Timing) -> bool:
+    return abs(new.seconds - old.seconds) <= AGREEMENT * old.seconds
 
 
 class WidthController:
@@ -186,17 +210,17 @@ class WidthController:
             prior = DEEP_PRIOR
             survival *= acceptance
             tokens.append(tokens[-1] + survival)
-        best, best_rate, wait = 1, 1.0, math.inf
+        best, best_rate, wait = 1, MARGIN, math.inf
         for index, width in enumerate(self.widths[1:], start=1):
             if not (known[index] or known[index - 1]):
                 continue  # widths are tried one by one, so that no cost is a surprise
             rate = tokens[width - 1] / self._relative_cost(width, hopeful=True)
-            if rate > 1:
+            if rate > MARGIN:
                 missing = self._relative_cost(width) - 1 - self._left()
                 wait = min(wait, missing / ALLOWANCE_SHARE)
             if rate > best_rate and self._affordable_rounds(width):
                 best, best_rate = width, rate
-        if best > 1 and self._has_paid():
+        if best == 1 or self._has_paid():
             best = self._overdue(tokens, best_rate) or best
         return best, None if wait == math.inf else math.ceil(wait)
 
