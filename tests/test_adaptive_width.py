@@ -270,6 +270,14 @@ def test_plain_rounds_that_were_timed_at_a_bad_moment_are_timed_again(table, fac
     assert costs.get(1) == table[1]
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_wider_rounds_that_are_quicker_than_plain_ones_are_used(known):
+    """As where a compiler is poor at products of one row: a contradiction that timing again does not resolve."""
+    table = {1: 1.0, 2: 0.85, 4: 0.85, 8: 0.9, 16: 1.0}
+    run = Simulation(table, always(0.8), tokens=1000, costs=None if known else RoundCosts())
+    assert run.share(1, 50, 1000) < 0.1
+
+
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("factor", [1.15, 1.5, 2.5])
 def test_a_width_that_was_timed_at_a_bad_moment_is_timed_again(width, factor):

@@ -35,6 +35,7 @@ SAMPLES = 9  # timings of a width that are remembered
 FRESH_ROUNDS = 128  # and for how many rounds, of any width: by then the machine may have become another
 LONGEST_FRESH = 1024  # but for plain rounds, it doubles each time that an old timing is confirmed
 DOUBT = 0.95  # of the plain cost: what noise may make of a wider round
+SURE_TIMINGS = 3  # of plain rounds, all of them dearer than a wider one: it is so
 MARGIN = 1.03  # what drafting has to promise over plain decoding
 AGREEMENT = 0.25  # of an old timing: what a new one may differ by and still confirm it
 PACE_ROUNDS = 4.0  # rounds after which half of what the width in use takes more is put down to the machine
@@ -105,6 +106,14 @@ class RoundCosts:
     def fresh(self, width: int) -> bool:
         """Whether it was timed lately."""
         return any(self._is_fresh(width, sample) for sample in self._samples[width])
+
+    def least(self, width: int) -> float:
+        """Seconds of a round in the shortest timing that is remembered; the width has one."""
+        return min(self._samples[width]).seconds * self._pace
+
+    def timings(self, width: int) -> int:
+        """How many are remembered."""
+        return len(self._samples[width])
 
     def trusted(self, width: int) -> bool:
         """Whether enough rounds were timed that one interruption does not decide."""
@@ -184,10 +193,11 @@ class WidthController:
                 self._debt_before = self._debt
 
     def _plain_is_doubtful(self) -> bool:
-        """Whether a wider round was clearly quicker than plain ones, which can't be: these were timed at a bad moment,
-        and everything is measured by them."""
+        """Whether a wider round was clearly quicker than plain ones, which can hardly be: these were timed at a bad
+        moment, and everything is measured by them. But three timings that agree on it are believed."""
         (_, plain), *wider = self._fresh_costs()
-        return min((cost for _, cost in wider), default=plain) < DOUBT * plain
+        least = min((cost for _, cost in wider), default=plain) / DOUBT
+        return least < plain and (self.costs.timings(1) < SURE_TIMINGS or self.costs.least(1) <= least)
 
     def _fall_back(self) -> None:
         """Plain decoding for a while: longer than the last time, unless the rounds since then paid."""
