@@ -96,6 +96,19 @@ def test_arrays_on_the_chip_take_no_memory():
     assert array_bytes("(bf16[8,4]{1,0:T(8,128)(2,1)S(1)}, f32[3]{0})") == 12
 
 
+def test_a_slice_that_is_fetched_ahead_counts_as_what_is_fetched():
+    """Some TPU programs bring weights to the chip piece by piece; the type of each fetch holds the whole of them."""
+    text = """
+ENTRY %main (a: s8[800]) -> s8[100] {
+  %a = s8[800]{0:T(1024)(128)(4,1)} parameter(0)
+  %s = ((s8[800]{0:T(1024)(128)(4,1)}), s8[100]{0:T(1024)(128)(4,1)S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:100]}
+  %d = s8[100]{0:T(1024)(128)(4,1)S(1)} slice-done(%s)
+}
+"""
+    assert work_of(text).bytes_moved == 100
+    assert work_of(text.replace("S(1)", "")).bytes_moved == 200  # to memory
+
+
 @pytest.mark.parametrize("name", PAPER)
 def test_a_configuration_of_the_paper_is_complete(name):
     """Its target's shapes are at hand, its rows and heads can be shared by eight devices, its taps exist."""
