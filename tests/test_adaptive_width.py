@@ -315,6 +315,38 @@ def test_an_old_timing_that_a_new_one_confirms_is_trusted_and_for_longer():
     assert not costs.fresh(8)
 
 
+def test_a_stall_does_not_rule_drafting_out_for_long():
+    """As when the process was stopped for a while: one round that seems to cost thousands."""
+    controller = WidthController(W, measured(ACCELERATOR))
+    width, _ = controller.next()
+    controller.costs.add(width, 20, 20 * 1000.0)
+    controller.observe(width, 20, [20] * width, [20] * width)
+    for _ in range(600 // LONGEST_CHUNK):
+        width, rounds = controller.next()
+        controller.costs.add(width, rounds, rounds * ACCELERATOR[width])
+        controller.observe(width, rounds, [rounds] * width, [rounds] * width)
+    assert width > 1
+
+
+@pytest.mark.parametrize("seconds", [0.5, 0.9])
+def test_one_lucky_timing_of_a_wider_width_does_not_make_plain_decoding_a_loss(seconds):
+    costs = RoundCosts()
+    costs.add(1, 8, 8 * ACCELERATOR[1])
+    costs.add(2, 1, seconds)
+    run = Simulation(ACCELERATOR, always(0.9), tokens=1000, costs=costs)
+    assert run.share(1, 200, 1000) < 0.2
+
+
+def test_an_unsure_timing_replaces_old_ones_that_it_confirms():
+    """Else streams that never wait for a round would time plain rounds for ever."""
+    costs = RoundCosts()
+    costs.add(1, 3, 3 * 1.0)
+    costs.add(4, FRESH_ROUNDS + 1, FRESH_ROUNDS + 1.0)
+    assert not costs.fresh(1)
+    costs.add(1, 1, 1.1, sure=False)
+    assert costs.fresh(1)
+
+
 def test_a_batch_counts_all_its_rows():
     """One round of a large batch tells as much as many rounds of one row: nothing more is tried for a while."""
     controller = WidthController(W, measured(ACCELERATOR))

@@ -201,6 +201,13 @@ def test_prompts_of_forty_lengths_share_a_few_compilations():
         ([[1]], {"temperature": 1j}, "temperature=1j must be a number"),
         ([[1], [2]], {"seed": [1, 2, 3]}, "seed lists 3 values for 2 prompts"),
         ([[1]], {"batch_size": 0}, "batch_size=0"),
+        ([[1]], {"batch_size": 2.5}, "batch_size=2.5"),
+        ([[1]], {"batch_size": "2"}, "batch_size='2'"),
+        ([[1]], {"width": True}, "width=True"),
+        ([[1]], {"stop_token_ids": 5}, "stop_token_ids=5"),
+        ([[1]], {"stop_token_ids": "12"}, "stop_token_ids='12'"),
+        ([[1]], {"stop_token_ids": [1.5]}, r"stop_token_ids=\[1.5\]"),
+        ([[1]], {"drafter": 3}, "drafter is a int"),
         ([[1]], {"batch_size": 0, "max_new_tokens": 0}, "batch_size=0"),
     ],
 )
@@ -219,3 +226,5 @@ def test_numpy_integers_are_integers():
     (ours,) = generate(TARGET, prompts, max_new_tokens=5, temperature=np.array(0.5), seed=np.int64(3))
     (wanted,) = generate(TARGET, [[3, 1, 4]], max_new_tokens=5, temperature=0.5, seed=3)
     assert ours == wanted
+    (small,) = generate(TARGET, [[3] * 60], max_new_tokens=np.int8(100), stop_token_ids=[])
+    assert len(small.tokens) == 100

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 ALLOWANCE = 4.0  # plain rounds that may be lost from the start
 ALLOWANCE_SHARE = 0.02  # and of every token so far
+LARGEST_DEBT = 2 * ALLOWANCE  # beside that share: what is lost beyond is not remembered
 HALF_LIFE = 32  # rounds after which what was accepted counts half
 FAR_HALF_LIFE = 128  # the same for slots that the present width does not reach
 PRIOR = 2.0  # rounds' worth of belief that slot 1 is right
@@ -84,7 +85,7 @@ class RoundCosts:
         self._last_width = width
         self._rounds += rounds
         new = _Timing(seconds / rounds / self._pace, rounds, sure, self._rounds)
-        valid = (old for old in self._samples[width] if self._is_fresh(width, old) or _agree(old, new))
+        valid = (old for old in self._samples[width] if self._is_fresh(width, old) or (sure and _agree(old, new)))
         kept = [sample for sample in valid if sample.sure >= sure]
         if width > 1 and not was_fresh:
             self._stays_fresh[width] = min(2 * self._stays_fresh[width], LONGEST_FRESH) if kept else FRESH_ROUNDS
@@ -177,8 +178,10 @@ class WidthController:
             return
         gained = rounds * sum(kept) / kept[0]
         self._tokens += gained
-        if self.costs.get(1) is not None:
+        if width > 1 and self.costs.get(1) is not None:  # a plain round is what is lost in
             self._debt += rounds * self._relative_cost(width) - gained
+            # What goes beyond is a round that was timed at a bad moment, and would take for ever to make up for.
+            self._debt = min(self._debt, LARGEST_DEBT + ALLOWANCE_SHARE * self._tokens)
         for slot in range(1, self.widths[-1]):
             decay = 0.5 ** (rounds / (HALF_LIFE if slot < width else FAR_HALF_LIFE))
             new_tried, new_kept = (tried[slot], kept[slot]) if slot < width else (0, 0)

@@ -118,8 +118,8 @@ def generate(
         stop_token_ids=stop_token_ids,
     )
     request = checked_request(target, prompts, options)
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1")
+    if batch_size is not None and not (isinstance(batch_size, (int, np.integer)) and batch_size >= 1):
+        raise ValueError(f"batch_size={batch_size!r} must be an integer of at least 1, or None")
     if max_new_tokens == 0 or not request.prompts:
         idle = clock.stats(0.0, {}, [])
         return [Generation([], "", len(prompt), [], [], "length", idle) for prompt in request.prompts]

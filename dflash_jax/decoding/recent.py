@@ -20,7 +20,8 @@ class Recent(Generic[T]):
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value of the key, `make()` where none is known."""
-        value = self._values[key] = self._values.pop(key) if key in self._values else make()
+        value = self._values.pop(key, None)  # in one step: threads may ask for the same
+        value = self._values[key] = make() if value is None else value
         if len(self._values) > self._most:
             del self._values[next(iter(self._values))]
         return value

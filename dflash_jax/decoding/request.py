@@ -75,6 +75,10 @@ def checked_request(target, prompts, options: Options) -> Request:
     for name, given in (("target", target), ("drafter", options.drafter)):
         if isinstance(given, str | PathLike):
             raise ValueError(f"{name}={str(given)!r} is a name; pass what load_{name} makes of it")
+    if not hasattr(target, "tokenizer"):
+        raise ValueError(f"target is a {type(target).__name__}; pass what load_target returns")
+    if options.drafter is not None and not hasattr(getattr(options.drafter, "model", None), "max_width"):
+        raise ValueError(f"drafter is a {type(options.drafter).__name__}; pass what load_drafter returns, or None")
     if options.drafter is None and options.width not in (None, 1, "adaptive"):
         raise ValueError(f"width={options.width!r} needs a drafter; without one nothing is proposed")
     drafter = NoDrafter() if options.drafter is None else options.drafter.model
@@ -86,18 +90,18 @@ def checked_request(target, prompts, options: Options) -> Request:
             raise ValueError(
                 f"prompts[{index}] has {len(prompt)} tokens; the target's context is {context} and one must be free"
             )
-    limits = [min(len(prompt) + options.max_new_tokens, context) for prompt in ids]
+    limits = [min(len(prompt) + int(options.max_new_tokens), context) for prompt in ids]
     _warn_past_training(options.drafter, max(limits, default=0))
     drawn_B = np.asarray(sampling.temperature) > 0
     truncated_B = (np.asarray(sampling.top_k) > 0) | (np.asarray(sampling.top_p) < 1)
-    stops = target.stop_token_ids if options.stop_token_ids is None else options.stop_token_ids
+    stops = target.stop_token_ids if options.stop_token_ids is None else _stop_tokens(options.stop_token_ids)
     longest_prompt = max(map(len, ids), default=1)
     return Request(
         target=target.model,
         drafter=drafter,
         settings=LoopSettings(
             width=width,
-            stop_tokens=tuple(sorted(int(token) for token in stops)),
+            stop_tokens=tuple(sorted(stops)),
             truncate=bool((drawn_B & truncated_B).any()),
             # A greedy row's distribution is its argmax: where all are greedy, the simpler rule does the same.
             sampled_proposals=options.proposals == "sampled" and options.drafter is not None and bool(drawn_B.any()),
@@ -164,7 +168,7 @@ def width_from_flag(text: str | None) -> Width:
 def _widest(options: Options, trained: int) -> int:
     """The width that rounds may have at most."""
     width = trained if options.width in (None, "adaptive") else options.width
-    if not isinstance(width, (int, np.integer)) or not 1 <= width <= trained:
+    if isinstance(width, bool) or not isinstance(width, (int, np.integer)) or not 1 <= width <= trained:
         raise ValueError(f"width={width!r} must be 'adaptive' or between 1 and {trained}, the drafter's trained width")
     if options.width == "adaptive" and options.proposals == "sampled":
         raise ValueError(
@@ -198,6 +202,15 @@ def _sampling(options: Options, count: int) -> Sampling:
         top_k=jnp.asarray([min(value, np.iinfo(np.int32).max) for value in top_k], jnp.int32),
         top_p=jnp.asarray(top_p, jnp.float32),
     )
+
+
+def _stop_tokens(given) -> list[int]:
+    try:
+        if isinstance(given, str | bytes):
+            raise TypeError("text is not a list of ids")
+        return [operator.index(token) for token in given]
+    except TypeError as error:
+        raise ValueError(f"stop_token_ids={given!r} must be a list of token ids: {error}") from error
 
 
 def _is_finite(value: Any) -> bool:
