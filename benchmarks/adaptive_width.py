@@ -69,6 +69,8 @@ class Rigged:
 
 
 def main(_):
+    if FLAGS.batch_size > 1 and any(right != "0" for right in FLAGS.right or ()):
+        raise app.UsageError(f"--right={','.join(FLAGS.right)}: with --batch_size above 1 it can only be 0")
     target = load_target(FLAGS.target, dtype=FLAGS.dtype)
     drafter = load_drafter(FLAGS.drafter, target=target, dtype=FLAGS.dtype)
     conversations, report = read_prompts(FLAGS.prompts, limit=FLAGS.limit)
@@ -79,8 +81,6 @@ def main(_):
     calls = [[row] for row in range(rows)] if FLAGS.batch_size == 1 else [list(range(rows))]
     calls = [([prompts[row] for row in call], [answers[row] for row in call]) for call in calls]
     rights = [int(right) for right in FLAGS.right or ([0, 1, W - 1] if FLAGS.batch_size == 1 else [0])]
-    if FLAGS.batch_size > 1 and any(rights):
-        raise app.UsageError(f"--right={','.join(map(str, rights))}: a batch can only be wrong everywhere, 0")
     rigged = {
         f"right in {right}": dataclasses.replace(
             drafter, model=Rigged(drafter.model, _script(*calls[0], W), jnp.int32(right))
@@ -127,7 +127,7 @@ def _decode(target, drafter, width, prompts, answers):
 
 
 def _script(prompts: list[list[int]], answers: list[list[int]], width: int) -> jax.Array:
-    """Prompt and answer by position, or of several what none of them holds; of one length: one program serves all."""
+    """Prompt and answer by position, or of several what no answer holds; of one length: one program serves all."""
     script_S = np.zeros(LONGEST_PROMPT + FLAGS.max_new_tokens + width, np.int32)
     if len(prompts) == 1:
         script_S[: len(prompts[0]) + len(answers[0])] = prompts[0] + answers[0]

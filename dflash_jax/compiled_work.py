@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import math
 import re
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ _FREE |= {"after-all", "partition-id", "replica-id", "opt-barrier"}
 
 _OPERATION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _ARRAY = re.compile(r"\b(pred|bf16|[fsu]\d+)\[([\d,]*)\]")
-_ARRAY_ANYWHERE = re.compile(r"\b\w+\[[\d,]*\](\{[^}]*\})?")  # and where it lies
+_PLACED_ARRAY = re.compile(r"\b\w+\[[\d,]*\](\{[^}]*\})?")  # with its layout and memory space
 _ON_CHIP = re.compile(r"\b\w+\[[\d,]*\]\{[^}]*S\(1\)[^}]*\}")  # memory space 1: a TPU's vector memory
 
 
@@ -144,8 +143,9 @@ class Module:
 
     def _traffic(self, operation: Operation, types: dict[str, str]) -> int:
         """Bytes that an operation reads and writes; of an array that it slices or updates in place, only that part."""
-        if operation.opcode in ("slice-start", "dynamic-slice-start"):  # its type holds the whole source, and the part
-            source, part = (match[0] for match in itertools.islice(_ARRAY_ANYWHERE.finditer(operation.type), 2))
+        if operation.opcode in ("slice-start", "dynamic-slice-start"):  # its type holds what goes in, then the part
+            arrays = [match[0] for match in _PLACED_ARRAY.finditer(operation.type)]
+            source, part = arrays[0], arrays[len(operation.operands)]
             return array_bytes(part) + (_any_bytes(part) if array_bytes(source) else 0)
         if operation.opcode.endswith("-start"):  # its type holds source and destination
             return array_bytes(operation.type)

@@ -107,6 +107,10 @@ ENTRY %main (a: s8[800]) -> s8[100] {
 """
     assert work_of(text).bytes_moved == 100
     assert work_of(text.replace("S(1)", "")).bytes_moved == 200  # to memory
+    where = text.replace("128)(4,1)}), s8[100]", "128)(4,1)}, s32[]{:S(2)}), s8[100]").replace(
+        "(%a), slice", "(%a, %i), slice"
+    )
+    assert work_of(where.replace("slice-start(", "dynamic-slice-start(")).bytes_moved == 100
 
 
 @pytest.mark.parametrize("name", PAPER)

@@ -187,6 +187,7 @@ def test_prompts_of_forty_lengths_share_a_few_compilations():
         ([[1]], {"drafter": "runs/x/drafter"}, "drafter='runs/x/drafter' is a name; pass what load_drafter makes"),
         ([3], {}, r"prompts\[0\] must be a string, a list"),
         ("hello", {}, "prompts is one string"),
+        (None, {}, "prompts is a NoneType"),
         ([[1]], {"width": 5, "drafter": DRAFTER}, "width=5 must be 'adaptive' or between 1 and 4"),
         ([[1]], {"width": 0, "drafter": DRAFTER}, "width=0"),
         ([[1]], {"width": 2}, "width=2 needs a drafter"),
@@ -214,6 +215,11 @@ def test_prompts_of_forty_lengths_share_a_few_compilations():
 def test_errors_name_the_argument(prompts, options, message):
     with pytest.raises(ValueError, match=message):
         generate(TARGET, prompts, **{"max_new_tokens": 4} | options)
+
+
+def test_a_target_that_is_none_is_named():
+    with pytest.raises(ValueError, match="target is a int; pass what load_target returns"):
+        generate(3, [[1]], max_new_tokens=4)
 
 
 def test_no_prompts_give_no_results():

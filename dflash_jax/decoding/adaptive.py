@@ -6,8 +6,8 @@ drafted, and after a while that doubles each time in vain it is tried again.
 
 What a call can lose against plain decoding is bounded: rounds that are expected to cost more than they give are only
 run on an allowance of 4 plain rounds and 2 % of the tokens so far. The next call with the same drafter goes on where
-this one ended: with what was lost and not made up for, with half of what was learned of the slots, and with the rest
-that was begun, if it is short. What was timed long ago says little of a machine that does other things, too: plain
+this one ended: with what was lost and not made up for, up to a limit, with half of what was learned of the slots, and
+with the rest that was begun, if it is short. What was timed long ago says little of a busy machine: plain
 rounds are timed anew, and so is a width that may be better than the one in use. Not in the bound: costs measured wrong,
 the first rounds of a width that cost more than twice those of the next narrower one, what the drafter absorbs in rounds
 of width 1, which plain decoding without a drafter does not do, slots that wait because rows that draft do not end

@@ -70,6 +70,8 @@ def checked_request(target, prompts, options: Options) -> Request:
     """
     if isinstance(prompts, str):
         raise ValueError("prompts is one string; pass a list of prompts")
+    if not hasattr(prompts, "__len__"):
+        raise ValueError(f"prompts is a {type(prompts).__name__}; pass a list of prompts")
     if len(prompts) and all(isinstance(prompt, Mapping) for prompt in prompts):
         raise ValueError("prompts is one chat; pass a list of chats, [chat]")
     for name, given in (("target", target), ("drafter", options.drafter)):
