@@ -1,6 +1,7 @@
 """Adaptive width in the decoding loop: the text is the same, and rounds go where they pay."""
 
 import functools
+import time
 import weakref
 
 import jax
@@ -26,6 +27,13 @@ LONGEST = 40
 SECONDS = {1: 1.0, 2: 1.3, 4: 1.5}
 
 
+class Letters:
+    """A tokenizer of one character a token."""
+
+    def decode(self, tokens, skip_special_tokens=False) -> str:
+        return "".join(chr(45 + token) for token in tokens)
+
+
 @functools.cache
 def plain_answers(temperature: float) -> list[list[int]]:
     results = generate(TARGET, PROMPTS, max_new_tokens=LONGEST, temperature=temperature, seed=3)
@@ -42,7 +50,7 @@ def known_costs(monkeypatch):
     """Rounds cost what SECONDS says, whatever the clock measures."""
 
     class Fixed(RoundCosts):
-        def add(self, width, rounds, seconds, *, sure=True):
+        def add(self, width, rounds, seconds):
             pass
 
         def get(self, width):
@@ -91,11 +99,6 @@ def test_rounds_go_to_the_width_that_pays(temperature, right, most_used):
 def test_streams_adapt_too():
     tokens = [20 + index % 26 for index in range(120)]
     rows = script([[1, 2]], [tokens])
-
-    class Letters:
-        def decode(self, tokens, skip_special_tokens=False) -> str:
-            return "".join(chr(45 + token) for token in tokens)
-
     target = scripted(rows, tokenizer=Letters())
     for right, most_used in ((0, 1), (3, 4)):
         pieces = stream(target, [1, 2], drafter=rigged(rows, right, W), width="adaptive", max_new_tokens=120)
@@ -103,6 +106,19 @@ def test_streams_adapt_too():
         assert pieces.stats is not None
         rounds = pieces.stats.rounds_by_width
         assert max(rounds, key=lambda width: rounds[width]) == most_used
+
+
+def test_a_slow_reader_is_no_cost_of_rounds(monkeypatch):
+    """Nor is it where the next round has been launched meanwhile and ended long before it is asked for."""
+    made, pause, tokens = [], 0.05, [20 + index % 26 for index in range(100)]
+    monkeypatch.setattr(runner, "RoundCosts", lambda: made.append(RoundCosts()) or made[-1])
+    monkeypatch.setattr(runner, "_COSTS", Recent(9))
+    rows = script([[1, 2]], [tokens])
+    drafter = rigged(rows, 3, W)
+    for _ in stream(scripted(rows, tokenizer=Letters()), [1, 2], drafter=drafter, width="adaptive", max_new_tokens=100):
+        time.sleep(pause)
+    (costs,) = made
+    assert all(0 < costs.get(width) < pause / 2 for width in (1, 2, 4))
 
 
 def test_costs_are_measured_once_for_a_program(monkeypatch):

@@ -17,12 +17,9 @@ def measured() -> RoundCosts:
 def test_costs_are_medians_that_one_outlier_does_not_move():
     costs = RoundCosts()
     assert costs.get(4) is None
-    costs.add(4, 1, 9.0, sure=False)
-    assert costs.get(4) == 9.0
     for seconds in (2.0, 2.2, 50.0, 2.1, 1.9):
         costs.add(4, 4, 4 * seconds)
         costs.add(1, 1, 1.0)
-    costs.add(4, 1, 9.0, sure=False)  # comes too late
     assert costs.get(4) == pytest.approx(2.1)
     costs.add(1, 1, 1.0)
     costs.add(4, 64, 64 * 3.0)  # many rounds weigh more
@@ -44,16 +41,6 @@ def test_an_old_timing_that_a_new_one_confirms_is_trusted_and_for_longer():
     assert not costs.trusted(8) and costs.get(8) == 2.0
     costs.add(1, FRESH_ROUNDS + 1, FRESH_ROUNDS + 1.0)
     assert not costs.fresh(8)
-
-
-def test_an_unsure_timing_replaces_old_ones_that_it_confirms():
-    """Else streams that never wait for a round would time plain rounds for ever."""
-    costs = RoundCosts()
-    costs.add(1, 3, 3 * 1.0)
-    costs.add(4, FRESH_ROUNDS + 1, FRESH_ROUNDS + 1.0)
-    assert not costs.fresh(1)
-    costs.add(1, 1, 1.1, sure=False)
-    assert costs.fresh(1)
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.3])

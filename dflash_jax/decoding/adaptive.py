@@ -6,13 +6,15 @@ drafted, and after a while that doubles each time in vain it is tried again.
 
 What a call can lose against plain decoding is bounded: rounds that are expected to cost more than they give are only
 run on an allowance of 4 plain rounds and 2 % of the tokens so far. The next call with the same drafter goes on where
-this one ended: with what was lost and not made up for, up to a limit, with half of what was learned of the slots, and
-with the rest that was begun, if it is short. What was timed long ago says little of a busy machine: plain
-rounds are timed anew, and so is a width that may be better than the one in use. Not in the bound: costs measured wrong,
-the first rounds of a width that cost more than twice those of the next narrower one, what the drafter absorbs in rounds
-of width 1, which plain decoding without a drafter does not do, slots that wait because rows that draft do not end
-together as plain ones of one length do, the round that a stream launches before it knows what the last one gave, and
-what calls with one drafter that run at the same time, and share all this, do to each other.
+this one ended: with what was lost and not made up for, up to a limit, or with some of what was gained, which it may
+lose besides, with half of what was learned of the slots, and with the rest that was begun, if it is short.
+
+What was timed long ago says little of a busy machine: plain rounds are timed anew, and so is a width that may be better
+than the one in use. Not in the bound: costs measured wrong, the first rounds of a width that cost more than twice those
+of the next narrower one, what the drafter absorbs in rounds of width 1, which plain decoding without a drafter does not
+do, slots that wait because rows that draft do not end together as plain ones of one length do, the round that a stream
+launches before it knows what the last one gave, and what calls with one drafter that run at the same time, and share
+all this, do to each other.
 """
 
 from __future__ import annotations
@@ -49,11 +51,10 @@ def candidate_widths(max_width: int) -> tuple[int, ...]:
 
 
 class _Timing(NamedTuple):
-    """Seconds of a round, over some rounds; at: rounds timed by then. sure: see RoundCosts.add."""
+    """Seconds of a round, over some rounds; at: rounds timed by then."""
 
     seconds: float
     rounds: int
-    sure: bool
     at: int
 
 
@@ -76,22 +77,19 @@ class RoundCosts:
         self._samples: dict[int, list[_Timing]] = collections.defaultdict(list)
         self._stays_fresh: dict[int, int] = collections.defaultdict(lambda: FRESH_ROUNDS)
 
-    def add(self, width: int, rounds: int, seconds: float, *, sure: bool = True) -> None:
-        """A timing of some rounds, compilation excluded. One that is not sure counts until a sure one comes."""
+    def add(self, width: int, rounds: int, seconds: float) -> None:
+        """A timing of some rounds, compilation excluded."""
         usual, was_fresh = self.get(width), self.fresh(width)
-        if sure and usual is not None and width == self._last_width > 1:
+        if usual is not None and width == self._last_width > 1:
             change = min(max(seconds / rounds / usual, 1 / LARGEST_CHANGE), LARGEST_CHANGE)
             self._pace *= change ** (rounds / (rounds + PACE_ROUNDS))
         self._last_width = width
         self._rounds += rounds
-        new = _Timing(seconds / rounds / self._pace, rounds, sure, self._rounds)
-        valid = (old for old in self._samples[width] if self._is_fresh(width, old) or (sure and _agree(old, new)))
-        kept = [sample for sample in valid if sample.sure >= sure]
+        new = _Timing(seconds / rounds / self._pace, rounds, self._rounds)
+        kept = [old for old in self._samples[width] if self._is_fresh(width, old) or _agree(old, new)]
         if width > 1 and not was_fresh:
             self._stays_fresh[width] = min(2 * self._stays_fresh[width], LONGEST_FRESH) if kept else FRESH_ROUNDS
-        if sure or not any(sample.sure for sample in kept):
-            kept.append(new)
-        self._samples[width] = kept[-SAMPLES:]
+        self._samples[width] = [*kept, new][-SAMPLES:]
 
     def get(self, width: int) -> float | None:
         """Seconds of a round, the median weighted by rounds; None where nothing is known."""
@@ -143,8 +141,9 @@ class WidthController:
         self._width, self._chunk = 0, 1
 
     def begin_call(self) -> None:
-        """A new call, about something else perhaps: what the last ones gained it can't lose, what they lost it has."""
-        lost = max(0.0, self._debt - ALLOWANCE_SHARE * self._tokens)
+        """A new call, about something else perhaps: of what the last ones gained it can lose a little, what they lost
+        it has."""
+        lost = max(0.0, self._debt - ALLOWANCE_SHARE * self._tokens) + max(min(0.0, self._debt), -ALLOWANCE)
         self._debt_before += lost - self._debt
         self._tokens, self._debt = 0.0, lost
         self._tried, self._kept = [x / 2 for x in self._tried], [x / 2 for x in self._kept]
@@ -159,7 +158,7 @@ class WidthController:
             width, wait = self._best_width()
             if width > 1:
                 chunk = min(self._chunk if width == self._width else 1, self._affordable_rounds(width))
-                return width, chunk
+                return width, max(1, chunk)
             if wait is not None:
                 return 1, max(1, min(wait, LONGEST_CHUNK))
             self._fall_back()
@@ -238,14 +237,18 @@ class WidthController:
         return best, None if wait == math.inf else math.ceil(wait)
 
     def _overdue(self, tokens: Sequence[float], best_rate: float) -> int | None:
-        """A width that was not timed for long and may be better than the best, at what the next narrower one costs."""
+        """A width that was not timed for long and may be better than the best, at what the next narrower one costs.
+
+        It is tried for a round if that can be afforded: at what is known, or at as much for a slot as the narrower one.
+        """
         fresh = self._fresh_costs()
         plain = min(cost for _, cost in fresh)
         for width in self.widths[1:]:
             if self.costs.get(width) is None or self.costs.fresh(width):
                 continue
-            _, least = max((other, cost) for other, cost in fresh if other < width)
-            if tokens[width - 1] * plain / least > best_rate and self._affordable_rounds(width):
+            narrower, least = max((other, cost) for other, cost in fresh if other < width)
+            cost = min(self._relative_cost(width), least * width / narrower / plain)
+            if tokens[width - 1] * plain / least > best_rate and cost - 1 <= self._left():
                 return width
         return None
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
+import time
 import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +30,20 @@ _COSTS: Recent[RoundCosts] = Recent(PROGRAMS)
 _CONTROLLERS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
+class Launched(NamedTuple):
+    """Rounds under way.
+
+    at: when they were launched. compilations: of the call by then. ended: when they will have ended, where a thread
+    waits for that. Times are those of time.perf_counter.
+    """
+
+    width: int
+    progress: Progress
+    at: float
+    compilations: int
+    ended: Future[float] | None
+
+
 class Runner:
     """The rounds of one call, counted in `rounds_by_width` and charged to the clock as "decode"."""
 
@@ -40,7 +57,8 @@ class Runner:
             self._controller = of_drafter.get(program, lambda: WidthController(request.settings.width, costs))
             self._costs = self._controller.costs
             self._controller.begin_call()
-        self._waited = True  # for the last rounds, so that the clock says when they ended
+        self._watcher: ThreadPoolExecutor | None = None
+        self._ended, self._compilations = 0.0, 0  # when the last rounds did, and launches that compiled
         self.rounds_by_width: dict[int, int] = collections.Counter()
 
     def run(self, state: LoopState, done_rows: int) -> tuple[LoopState, np.ndarray]:
@@ -53,41 +71,46 @@ class Runner:
             state = self._time_a_launch(state)
         while True:
             width, rounds = self._next()
-            state, progress = self._launch(state, width, rounds, done_rows)
-            overhead = self._costs.launch if self._controller else None
-            progress = self.collect((width, progress), overhead or 0.0)
+            state, launched = self._launch(state, width, rounds, done_rows)
+            progress = self.collect(launched)
             if progress.done.sum() >= done_rows:
                 return state, np.asarray(progress.done)
 
-    def launch_round(self, state: LoopState) -> tuple[LoopState, tuple[int, Progress]]:
+    def launch_round(self, state: LoopState) -> tuple[LoopState, Launched]:
         """Starts one round of all rows, or none if all are done, and does not wait; the given state is consumed.
 
         Returns:
             The new state, and what to call `collect` with.
         """
         width, _ = self._next()
-        state, progress = self._launch(state, width, 1, self._size)
-        return state, (width, progress)
+        state, launched = self._launch(state, width, 1, self._size)
+        if self._controller is not None:  # the caller may look for it long after it ended
+            self._watcher = self._watcher or ThreadPoolExecutor(1, "dflash rounds")
+            launched = launched._replace(ended=self._watcher.submit(_end_of, launched.progress.rounds))
+        return state, launched
 
-    def collect(self, launched: tuple[int, Progress], overhead: float = 0.0) -> Progress:
-        """Waits for rounds and takes account of them. The Progress comes back in numpy arrays.
-
-        overhead: seconds of the launch that the rounds did not run in.
-        """
-        width, progress = launched
-        waited = not _is_ready(progress.rounds)
-        progress = jax.device_get(progress)
-        seconds, compiled = self._clock.charge("decode")
+    def collect(self, launched: Launched) -> Progress:
+        """Waits for rounds, in the order of their launches, and takes account of them. The Progress comes back in numpy
+        arrays."""
+        progress = jax.device_get(launched.progress)
+        ended = launched.ended.result() if launched.ended else time.perf_counter()
+        self._clock.charge("decode")
         rounds = int(progress.rounds)
-        if not rounds:
-            return progress
-        self.rounds_by_width[width] += rounds
-        if self._controller is not None:
-            if not compiled:
-                self._costs.add(width, rounds, max(seconds - overhead, seconds / 10), sure=waited and self._waited)
-            self._controller.observe(width, rounds, progress.tried.tolist(), progress.kept.tolist())
-        self._waited = waited
+        if rounds:
+            self.rounds_by_width[launched.width] += rounds
+        if rounds and self._controller is not None:
+            if launched.compilations == self._compilations:
+                self._costs.add(launched.width, rounds, self._seconds(launched.at, ended))
+            self._controller.observe(launched.width, rounds, progress.tried.tolist(), progress.kept.tolist())
+        self._ended = ended
         return progress
+
+    def _seconds(self, launched: float, ended: float) -> float:
+        """What rounds took that were launched and ended at these times; the last ones ended at self._ended."""
+        if launched < self._ended:  # and they waited for them
+            return ended - self._ended
+        seconds, launch = ended - launched, self._costs.launch or 0.0
+        return max(seconds - launch, seconds / 10)
 
     def _next(self) -> tuple[int, int]:
         """Width and most rounds of the next launch."""
@@ -95,19 +118,24 @@ class Runner:
             return self._request.settings.width, self._request.cache_length
         return self._controller.next()
 
-    def _launch(self, state: LoopState, width: int, rounds: int, done_rows: int) -> tuple[LoopState, Progress]:
+    def _launch(self, state: LoopState, width: int, rounds: int, done_rows: int) -> tuple[LoopState, Launched]:
         settings = self._request.settings._replace(width=width)
+        at, compilations = time.perf_counter(), self._compilations
         with on_mesh(self._request.mesh):
-            return run_rounds(self._models, state, jnp.int32(rounds), jnp.int32(done_rows), settings=settings)
+            state, progress = run_rounds(
+                self._models, state, jnp.int32(rounds), jnp.int32(done_rows), settings=settings
+            )
+        _, compiled = self._clock.charge("decode")
+        self._compilations += compiled
+        return state, Launched(width, progress, at, compilations, None)
 
     def _time_a_launch(self, state: LoopState) -> LoopState:
         """Finds out, once for a program, what a launch costs that runs no round: the shortest of a few."""
         seconds: list[float] = []
         while self._costs.launch is None:
-            state, progress = self._launch(state, 1, 0, self._size)
-            jax.device_get(progress)
-            spent, compiled = self._clock.charge("decode")
-            seconds += [] if compiled else [spent]
+            state, launched = self._launch(state, 1, 0, self._size)
+            self.collect(launched)
+            seconds += [self._ended - launched.at] if launched.compilations == self._compilations else []
             if len(seconds) == EMPTY_LAUNCHES:
                 self._costs.launch = min(seconds)
         return state
@@ -126,5 +154,7 @@ def _controllers_of(drafter) -> Recent[WidthController]:
         return Recent(PROGRAMS)
 
 
-def _is_ready(array: jax.Array) -> bool:
-    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+def _end_of(array: jax.Array) -> float:
+    """When it was there."""
+    jax.block_until_ready(array)
+    return time.perf_counter()

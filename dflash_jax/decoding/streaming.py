@@ -57,7 +57,6 @@ class Stream(Iterator[str]):
                 return
             # The first round is launched behind the first token, which should not wait for a compilation.
             if launched is None:
-                clock.charge("decode")  # the caller's pause is no round's cost
                 state, launched = runner.launch_round(state)
             # Behind the last round, this one finds nothing to do.
             state, ahead = runner.launch_round(state)
