@@ -68,7 +68,8 @@ def _main_table(results: Results) -> str:
                 if (cell.temperature, cell.width, cell.batch_size) == (temperature, width, batch)
             }
             pairs = [cells.get(source) for source in sources]
-            pairs.append(None if None in pairs else tuple(map(statistics.mean, zip(*cells.values(), strict=True))))
+            speedups, lengths = zip(*cells.values(), strict=True) if cells else ((), ())
+            pairs.append(None if None in pairs else (statistics.mean(speedups), statistics.mean(lengths)))
             row = [f"{temperature:g}", f"DFlash ({width})"]
             for pair in pairs:
                 row += ["–", "–"] if pair is None else [f"{value:.2f}" for value in pair]
