@@ -10,7 +10,7 @@ Wrong flags, files or checkpoints: status 2 and a message.
 import sys
 from typing import Any
 
-from absl import flags, logging
+from absl import flags
 
 from dflash_jax.cli import exit_with, run_command
 
@@ -39,8 +39,7 @@ flags.DEFINE_bool("require_same", False, "Exit with status 1 when the two texts 
 
 
 def main() -> None:
-    logging.set_verbosity(logging.WARNING)  # jax tells at INFO which accelerators it did not find
-    needed = (("compare", "drafter"), ("width", "drafter"), ("require_same", "compare"))
+    needed = (("compare", "drafter"), ("require_same", "compare"))
     for flag, other in needed:
         if FLAGS[flag].value and not FLAGS[other].value:
             exit_with(ValueError(f"--{flag} needs --{other}"))
@@ -65,7 +64,7 @@ def _run() -> bool:
     from dflash_jax.decoding.request import width_from_flag
     from dflash_jax.evaluation.compare import compare
 
-    width = width_from_flag(FLAGS.width)
+    width = width_from_flag(FLAGS.width, drafted=bool(FLAGS.drafter))
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "proposals")
     options = {name: FLAGS[name].value for name in names}
     _check_before_loading(width, options)
@@ -80,7 +79,7 @@ def _run() -> bool:
             raise ValueError(f"target {target.source} has no tokenizer; --raw can't encode text")
         prompt = target.tokenizer.encode(FLAGS.prompt)
     text = stream(target, prompt, drafter=drafter, width=width, **options)
-    print("compiling …", file=sys.stderr, flush=True)
+    print(_compiling(), file=sys.stderr, flush=True)
     for piece in text:
         print(piece, end="", flush=True)
     print()
@@ -92,6 +91,15 @@ def _run() -> bool:
     comparison = compare(target, prompt, drafter, width=width, **options)
     print(f"\n{comparison.table()}")
     return comparison.same
+
+
+def _compiling() -> str:
+    """What to say before the first wait, which is mostly compilation."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
+        return "compiling what JAX_COMPILATION_CACHE_DIR does not hold yet …"
+    return "compiling, which can take a minute or more, in every process unless JAX_COMPILATION_CACHE_DIR is set …"
 
 
 def _check_before_loading(width, options: dict[str, Any]) -> None:

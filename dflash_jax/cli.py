@@ -7,6 +7,7 @@ first wrong value with a traceback, and know no None.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import runpy
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import ConfigDict
 
 from dflash_jax.cli_help import asks_for_help
@@ -84,13 +85,29 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
 
 def run_command(main: Callable[[], object], *, goes_on: bool = False) -> None:
     """Runs a command whose flags absl has been told of. Flags that are wrong, and arguments that are none, end it as
-    `exit_with` does, and Ctrl-C as `ending_when_interrupted` does."""
+    `exit_with` does, and Ctrl-C as `ending_when_interrupted` does. Libraries keep to themselves what is no warning."""
+
+    def parsed(argv: Sequence[str]) -> list[str]:
+        rest = parsed_flags(argv)
+        quieten_libraries()
+        return rest
 
     def interruptible(argv: list[str]) -> None:
         with ending_when_interrupted(goes_on=goes_on):
             main()
 
-    app.run(interruptible, flags_parser=parsed_flags)
+    app.run(interruptible, flags_parser=parsed)
+
+
+def quieten_libraries() -> None:
+    """Leaves out what libraries tell at INFO, unless --verbosity asks for it: JAX of accelerators that it did not find,
+    tensorflow-datasets and Orbax of all that they do. And transformers' advice to install PyTorch, which is not needed.
+
+    For when flags have been read: behind that absl chooses INFO itself, where nothing else is chosen.
+    """
+    if flags.FLAGS["verbosity"].using_default_value:
+        logging.set_verbosity(logging.WARNING)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # processes that are started have it, too
 
 
 @contextlib.contextmanager
@@ -109,8 +126,9 @@ def ending_when_interrupted(*, goes_on: bool = False) -> Iterator[None]:
 
 def parsed_flags(argv: Sequence[str]) -> list[str]:
     """The program alone, once absl's flags have been read from the rest of argv; for help it ends the program."""
-    if asks_for_help(argv):
-        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
+    full = bool({"-helpfull", "--helpfull"} & set(argv[1:]))  # absl itself ends with status 1 for it
+    if full or asks_for_help(argv):
+        app.usage(shorthelp=not full, writeto_stdout=True, exitcode=0)
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:

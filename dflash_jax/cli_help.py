@@ -15,8 +15,8 @@ from dflash_jax.config_types import described
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
-    """Whether -h or --help is among the arguments behind the program."""
-    return bool({"-h", "--help"} & set(argv[1:]))
+    """Whether -h or --help, or absl's -help or --helpshort, is among the arguments behind the program."""
+    return bool({"-h", "-help", "--help", "-helpshort", "--helpshort"} & set(argv[1:]))
 
 
 def help_on_fields(parts: Parts) -> str:

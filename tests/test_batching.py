@@ -83,6 +83,8 @@ def test_any_prompts_and_any_budget(rows, budget):
 def test_a_bar_counts_finished_prompts(capsys):
     decode(ALL, size=2, progress=True)
     assert f"{len(PROMPTS)}/{len(PROMPTS)}" in capsys.readouterr().err
+    decode(ALL, size=2, progress="plain")
+    assert (said := capsys.readouterr().err).strip().startswith("plain: ") and f"{len(PROMPTS)}/{len(PROMPTS)}" in said
     decode(ALL, size=2)
     assert not capsys.readouterr().err
 

@@ -1,5 +1,6 @@
 """The benchmark as a user runs it: both arms, what the files hold, how the tables are laid out, what errors say."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -192,6 +193,66 @@ def test_every_cell_is_reported_as_it_is_done(folder, done, results):
     assert lines[0].startswith(f"{sources(folder)[0]}, T 0, batch 1, width adaptive: ")
 
 
+def test_what_is_about_to_be_measured_is_told_and_each_run_timed(folder, done):
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("measuring ", "  ", str(folder)))]
+    at = lines.index(f"measuring 2 of 8: {sources(folder)[0]}, T 0, batch 3, plain and width adaptive, 2, 4")
+    arms = ("plain", "width adaptive", "width 2", "width 4")
+    told = [f"  {which}, {arm}: " for which in ("compiling run", "run 1 of 2", "run 2 of 2") for arm in arms]
+    assert [line.rpartition(": ")[0] + ": " for line in lines[at + 1 : at + 13]] == told
+    assert lines[at + 13].startswith(f"{sources(folder)[0]}, T 0, batch 3, width adaptive: ")
+    assert [line.split(": ")[0] for line in lines if line.startswith("measuring")] == [
+        f"measuring {number} of 8" for number in range(1, 9)
+    ]
+
+
+def test_a_finished_benchmark_says_so(folder, done, results):
+    assert results["complete"] is True and next(iter(results)) == "complete"
+    assert "Not finished" not in done.stdout
+    assert sorted(path.name for path in (folder / "out").iterdir()) == ["plot.png", "results.json", "table.md"]
+
+
+def test_a_benchmark_that_is_cut_off_keeps_what_it_measured(folder, tmp_path, monkeypatch):
+    """Cut off in the third group, at the larger batch first, so that the tables have gaps."""
+    [cell], groups, out = measured(right=1)[:1], [], tmp_path / "out"
+    out.mkdir()
+    (out / "plot.png").write_text("of an earlier benchmark")
+
+    def measure(target, drafter, source, prompts, widths, temperature, batch_size, decoding):
+        if len(groups) == 2:
+            raise KeyboardInterrupt
+        groups.append((source, temperature, batch_size))
+        named = {"source": source, "temperature": temperature, "batch_size": batch_size}
+        return [dataclasses.replace(cell, **named, width=width) for width in widths]
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    overrides = [f"output.directory={out}", "decoding.batch_sizes=3,1", "decoding.temperatures=0", "decoding.widths=4"]
+    with pytest.raises(SystemExit) as left:
+        benchmark.main(["benchmark", f"--config={folder / 'config.py'}", *(f"--config.{text}" for text in overrides)])
+    assert left.value.code == 130
+    kept = json.loads((out / "results.json").read_text())
+    assert kept["complete"] is False
+    assert [(c["source"], c["temperature"], c["batch_size"]) for c in kept["cells"]] == groups
+    text = (out / "table.md").read_text()
+    assert text.splitlines()[2] == "**Not finished: only some of the cells are measured.**"
+    _, baseline, drafted = table_under(text, "Speedup and τ, batch 1")
+    assert baseline[2:] == ["1.00"] * 6 and drafted[4:] == ["–"] * 4 and "–" not in drafted[:4]
+    assert sorted(path.name for path in out.iterdir()) == ["results.json", "table.md"]
+
+
+def test_tables_have_gaps_where_nothing_is_measured_yet():
+    [cell] = measured(right=1)[:1]
+    late = dataclasses.replace(cell, temperature=1.0, batch_size=3)
+    cut_off = dataclasses.replace(results_of(cell), cells=[cell, late], complete=False)
+    rows = table_under(tables(cut_off), "Speedup and τ, batch 1")
+    assert rows[-1] == ["1", "DFlash (5)", "–", "–", "–", "–"]
+
+
+def test_a_write_that_fails_on_the_way_does_not_end_the_benchmark(tmp_path, caplog):
+    (tmp_path / "table.md").mkdir()
+    benchmark._keep(dataclasses.replace(results_of(measured(right=1)[0]), complete=False), tmp_path)
+    assert f"output.directory='{tmp_path}': not written yet: " in caplog.text
+
+
 def test_table_and_plot_are_written(folder, done, results):
     assert (folder / "out" / "table.md").read_text() == done.stdout
     assert (folder / "out" / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -248,7 +309,7 @@ def test_wrong_settings_are_one_message_and_status_2(folder, capsys, override, m
 def test_files_that_can_not_be_written_are_told_before_anything_is_measured(
     folder, tmp_path, capsys, monkeypatch, place
 ):
-    monkeypatch.setattr(benchmark, "run", lambda config: pytest.fail("measured"))
+    monkeypatch.setattr(benchmark, "run", lambda *_: pytest.fail("measured"))
     out = tmp_path / "out"
     (out / place).mkdir(parents=True) if place else out.touch()
     with pytest.raises(SystemExit) as left:
@@ -262,7 +323,7 @@ def test_files_that_can_not_be_written_are_told_before_anything_is_measured(
 def test_a_disk_that_is_full_at_the_end_costs_no_tables(folder, tmp_path, capsys, monkeypatch):
     results = results_of(measured(right=1)[0])
 
-    def run(config):
+    def run(config, on_cells):
         (tmp_path / "table.md").mkdir()
         return results
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,7 @@ def test_infer_streams_the_targets_own_greedy_text(user):
     )
     plain = user.infer(f"--prompt={PROMPT}")
     assert (plain.returncode, plain.stdout) == (0, expected + "\n"), plain.stderr
+    assert re.fullmatch("compiling, .* JAX_COMPILATION_CACHE_DIR .*…\n|compiling what .* hold yet …\n", plain.stderr)
     drafted = user.infer(f"--prompt={PROMPT}", user.drafter, "--compare", "--require_same", "--width=3")
     assert drafted.returncode == 0, drafted.stderr
     assert drafted.stdout.startswith(expected + "\n")
@@ -132,6 +134,15 @@ def test_infer_streams_the_targets_own_greedy_text(user):
     assert table["autoregressive"][0] == table["DFlash, width 3"][0]  # tokens
     assert float(table["acceptance length"][0]) >= 1
     assert len(table["accepted by slot"]) == 2  # a width of 3 proposes 2
+
+
+def test_widths_of_plain_decoding_need_no_drafter(user, capsys):
+    said = []
+    for flags in ([], ["--width=adaptive"], ["--width=1"]):
+        with flagsaver.flagsaver():
+            run_infer(["infer.py", user.target, f"--prompt={PROMPT}", "--max_new_tokens=4", *flags])
+        said.append(capsys.readouterr().out)
+    assert said[0] and said == [said[0]] * 3
 
 
 def test_raw_prompts_are_taken_as_they_are(user):
@@ -143,7 +154,7 @@ def test_raw_prompts_are_taken_as_they_are(user):
 
 WRONG_FLAGS = [
     (["--compare"], "--compare needs --drafter"),
-    (["--width=2"], "--width needs --drafter"),
+    (["--width=2"], "--width=2 needs --drafter; without one nothing is proposed"),
     (["{drafter}", "--require_same"], "--require_same needs --compare"),
     (["--max_new_tokens=-1"], "--max_new_tokens=-1: -1 is not a non-negative integer"),
     (["--temperature=warm"], "--temperature=warm"),

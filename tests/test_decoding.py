@@ -207,6 +207,8 @@ def test_prompts_of_forty_lengths_share_a_few_compilations():
         ([[1]], {"width": True}, "width=True"),
         ([[1]], {"stop_token_ids": 5}, "stop_token_ids=5"),
         ([[1]], {"stop_token_ids": "12"}, "stop_token_ids='12'"),
+        ([[1]], {"stop_token_ids": [-1]}, "stop_token_ids holds -1; the target has 61 tokens"),
+        ([[1]], {"stop_token_ids": [0, 61]}, "stop_token_ids holds 61; the target has 61 tokens"),
         ([[1]], {"stop_token_ids": [1.5]}, r"stop_token_ids=\[1.5\]"),
         ([[1]], {"drafter": 3}, "drafter is a int"),
         ([[1]], {"batch_size": 0, "max_new_tokens": 0}, "batch_size=0"),
@@ -220,6 +222,12 @@ def test_errors_name_the_argument(prompts, options, message):
 def test_a_target_that_is_none_is_named():
     with pytest.raises(ValueError, match="target is a int; pass what load_target returns"):
         generate(3, [[1]], max_new_tokens=4)
+
+
+def test_stop_tokens_of_a_target_may_lie_beyond_its_rows():
+    """As in released configs whose tokenizer has more ids than the embedding has rows."""
+    wide = dataclasses.replace(TARGET, stop_token_ids=(61, 70))
+    assert tokens_of(generate(wide, [[1]], max_new_tokens=4)) == tokens_of(generate(TARGET, [[1]], max_new_tokens=4))
 
 
 def test_no_prompts_give_no_results():

@@ -17,7 +17,7 @@ from tiny_run import VOCABULARY, own_rows, settings, write_rows, write_target
 from dflash_jax.checkpoints.draft_vocabulary import DRAFT_VOCABULARY, read_draft_vocabulary, write_draft_vocabulary
 from dflash_jax.checkpoints.drafter_export import export_drafter
 from dflash_jax.checkpoints.export import export_checkpoint
-from dflash_jax.checkpoints.huggingface import load_drafter, load_target
+from dflash_jax.checkpoints.huggingface import load_drafter, load_target, outline_target
 from dflash_jax.checkpoints.safetensors_io import CheckpointError
 from dflash_jax.data import draft_vocabulary as command
 from dflash_jax.data.provenance import meta_path
@@ -195,6 +195,15 @@ def test_a_warm_start_trains_the_drafter_itself(run, files, tmp_path):
     fields = {"training__steps": 5, "model__warm_start": str(run[0] / "drafter")}
     outcome = train(settings(*files, tmp_path, **fields))
     assert not (outcome.drafter_dir / DRAFT_VOCABULARY).exists()
+
+
+def test_a_target_without_weights_has_no_rows_for_it(run):
+    folder, name = run
+    outline = outline_target(name)
+    with pytest.raises(ValueError, match=f"target {name} has no weights .* or the drafter with draft_vocabulary=False"):
+        load_drafter(folder / "drafter", target=outline)
+    bare = load_drafter(folder / "drafter", target=outline, draft_vocabulary=False)
+    assert bare.draft_vocab_size is None
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 import train
 from dflash_jax import compile_check
+from dflash_jax.cli import parsed_flags
 from dflash_jax.config import PARTS
 from dflash_jax.config_parts import from_text
 from dflash_jax.data import features
@@ -56,3 +57,9 @@ def test_commands_of_flags_list_them_with_status_0(asked):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Prepares chats for training" in done.stdout and "--max_length" in done.stdout
+
+
+@pytest.mark.parametrize(("asked", "full"), [("-help", False), ("--helpshort", False), ("-helpfull", True)])
+def test_absls_other_ways_to_ask_end_with_status_0_too(asked, full, capsys):
+    said = helped(parsed_flags, capsys, asked)
+    assert said and ("absl.app:" in said) is full  # flags of other modules, too

@@ -19,8 +19,10 @@ PROMPTS = np.random.default_rng(0).integers(0, 59, (5, 7)).tolist()
 OPTIONS = {"max_new_tokens": 9, "width": None, "batch_size": 2}
 
 
-def test_a_lossless_loop_shows_no_difference():
+def test_a_lossless_loop_shows_no_difference(capsys):
     assert lossless.differences(TARGET, random_drafter(TARGET.config), PROMPTS, **OPTIONS) == []
+    said = capsys.readouterr().err
+    assert "plain: 100%" in said and "with the drafter: 100%" in said
 
 
 def test_the_first_difference_is_found_with_its_margin(monkeypatch):

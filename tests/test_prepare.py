@@ -231,6 +231,7 @@ def test_the_command_prepares_again_after_it_was_killed(target_folder, tmp_path)
     table = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert {"rows read 3,000", "rows kept 3,000", "training rows 3,000"} <= set(table)
     assert "⟦Answer 0: blue.<|im_end|>⟧" in done.stdout and done.stdout.count("⟦") == 1
+    assert done.stderr == ""  # the libraries keep their diaries to themselves
     found = all_rows(tmp_path / "set")
     assert sum(map(len, found.values())) == 3000 and 0 < len(found["heldout"]) < 200
     assert np.all(np.diff([found["train"].origin(i)[1] for i in range(100)]) > 0)

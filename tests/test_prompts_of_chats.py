@@ -39,8 +39,10 @@ def test_chats_are_rendered_with_all_their_turns():
         ("And?", "'And[?]'"),
         (7, "=7 must be a message"),
         ({"role": "user", "content": None}, "content=None must be a string"),
+        ({"role": "robot", "content": "Beep."}, "has role 'robot'; allowed are system, user, assistant"),
+        ({"role": ["user"], "content": "Hm."}, r"has role \['user'\]; allowed are system, user, assistant"),
     ],
 )
 def test_what_is_no_message_is_named(message, named):
-    with pytest.raises(ValueError, match=rf"prompts\[1\]\[4\].*{named}"):
+    with pytest.raises(ValueError, match=rf"^prompts\[1\]\[4\].*{named}"):
         generate(TARGET, ["Hello", [*CHAT, message]], max_new_tokens=6)

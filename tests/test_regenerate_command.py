@@ -210,7 +210,7 @@ def test_a_wrong_flag_is_one_message(target, basic, tmp_path):
         (["--batch_size=0"], "batch_size"),
         (["--max_new_tokens=90000"], "--max_new_tokens=90000: must be below "),
         (["--top_p=1.5"], "--top_p=1.5 must be above 0"),
-        (["--width=2"], "--width needs --drafter"),
+        (["--width=2"], "--width=2 needs --drafter"),
         (["--width=wide", "--drafter=d"], "--width=wide: give a number"),
         (["--concurrency=4"], "--concurrency goes with --server"),
         (["--server=localhost:8000"], "--server=localhost:8000 is no address"),

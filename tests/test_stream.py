@@ -66,6 +66,9 @@ def test_options_are_those_of_generate():
         (PROMPT, {"max_new_tokens": -1}, "max_new_tokens=-1"),
         (PROMPT, {"batch_size": 2}, "stream takes no batch_size"),
         (PROMPT, {"width": 3}, "width=3"),
+        (["a", "b"], {}, "^prompt is a list with a str in it: stream takes one prompt"),
+        ([PROMPT, PROMPT], {}, "^prompt is a list with a list in it: stream takes one prompt"),
+        (PROMPT, {"stop_token_ids": [256]}, "stop_token_ids holds 256"),
     ],
 )
 def test_errors_name_the_argument(prompt, options, message):

@@ -154,7 +154,6 @@ def _define_flags() -> None:
 
 
 def main() -> None:
-    logging.set_verbosity(logging.WARNING)  # Orbax tells at INFO of all its parts
     flag = flags.FLAGS
     try:
         names = ("step", "dtype", "overwrite", "layout", "verifier")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -183,6 +184,7 @@ def load_drafter(
 
     Raises:
         ConfigError: not a drafter that can be represented, or not one for this target.
+        ValueError: it has a draft vocabulary, and the target is an outline, which has no rows to take.
         CheckpointError: the source can't be found, or its files are incomplete or don't fit its config.json.
     """
     check_dtype(dtype)
@@ -204,6 +206,8 @@ def load_drafter(
     restricts = draft_vocabulary and target is not None
     if restricts and size is None:  # before any weight is read: a damaged one is told at once
         vocabulary = (read_draft_vocabulary(folder, config.vocab_size),)
+    if target is not None and draft_vocabulary and (size is not None or any(ids is not None for ids in vocabulary)):
+        _check_has_head(target, source)
     with TensorFolder(folder) as tensors:
         if restricts and size is not None:
             vocabulary = read_vocabulary_tensors(tensors, size, config.vocab_size, config.hidden_size)
@@ -212,6 +216,15 @@ def load_drafter(
         fill(model, drafter_entries(config), tensors, dtype=dtype, expected=expected, mesh=mesh)
     drafter = LoadedDrafter(model=model, config=config, source=str(source))
     return drafter if target is None or not vocabulary else drafter.restricted(target, *vocabulary)
+
+
+def _check_has_head(target: LoadedTarget, source: str | Path) -> None:
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(target.model)):
+        raise ValueError(
+            f"drafter {source} has a draft vocabulary, whose rows are those of the target's head, and target "
+            f"{target.source} has no weights (outline_target): load it with load_target or load_target_tables, or the "
+            "drafter with draft_vocabulary=False"
+        )
 
 
 def read_made_with(source: str | Path) -> dict[str, Any]:

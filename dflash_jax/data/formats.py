@@ -20,6 +20,7 @@ MESSAGE_FIELDS = ("messages", "conversations", "conversation")
 TEXT_FIELDS = ("instruction", "prompt")
 TOKEN_FIELD = "input_ids"
 
+ROLES = ("system", "user", "assistant")
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -75,8 +76,7 @@ def check_messages(messages: Any) -> None:
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RowError(f"messages[{i}] has no role")
-        if message["role"] not in ("system", "user", "assistant"):
-            raise RowError(f"messages[{i}] has role {message['role'][:40]!r}; allowed are system, user, assistant")
+        check_role(message["role"], f"messages[{i}]")
         if not isinstance(message.get("content"), str) or not message["content"].strip():
             raise RowError(f"messages[{i}] has no text content")
         check_text(f"{message['content']}{message.get('reasoning_content', '')}", f"messages[{i}]")
@@ -88,6 +88,13 @@ def check_messages(messages: Any) -> None:
         expected = ("user", "assistant")[(i - first) % 2]
         if roles[i] != expected:
             raise RowError(f"messages[{i}] has role {roles[i]!r} where {expected!r} is due")
+
+
+def check_role(role: Any, what: str) -> None:
+    """Checks that a role is one of ROLES; `what` names the message in the error, a RowError."""
+    if role not in ROLES:
+        shown = repr(role[:40] if isinstance(role, str) else role)
+        raise RowError(f"{what} has role {shown}; allowed are {', '.join(ROLES)}")
 
 
 def check_text(text: str, what: str) -> None:

@@ -134,7 +134,9 @@ def _check(flag: flags.FlagValues) -> None:
     if flag.top_p is not None and not 0 < flag.top_p <= 1:
         raise ValueError(f"--top_p={flag.top_p} must be above 0 and at most 1")
     if flag.width and not flag.drafter:
-        raise ValueError("--width needs --drafter")
+        from dflash_jax.decoding.request import width_from_flag
+
+        width_from_flag(flag.width, drafted=False)
     for name in _OWN_ONLY if flag.server else _SERVER_ONLY:
         if flag[name].present:
             raise ValueError(f"--{name} goes {'without' if flag.server else 'with'} --server")

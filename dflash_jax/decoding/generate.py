@@ -61,7 +61,7 @@ def generate(
     logits_processor: LogitsProcessor | None = None,
     stop_token_ids: Sequence[int] | None = None,
     batch_size: int | None = None,
-    progress: bool | Callable[[int], object] = False,
+    progress: bool | str | Callable[[int], object] = False,
 ) -> list[Generation]:
     """Decodes every prompt, speculatively when a drafter is given; the distribution of the text is the same either way.
 
@@ -70,8 +70,8 @@ def generate(
 
     Args:
         target: a LoadedTarget.
-        prompts: each a list of token ids; or a chat, a list of {"role", "content"} messages, rendered by the target's
-            chat template; or a string, which is a chat of one user message.
+        prompts: each a list of token ids; or a chat, a list of {"role", "content"} messages (roles system, user and
+            assistant), rendered by the target's chat template; or a string, which is a chat of one user message.
         drafter: a LoadedDrafter, or None for plain autoregressive decoding.
         max_new_tokens: at most this many new tokens a row; 0 gives empty results.
         temperature: 0 is greedy. Above 0 the target's distribution is sampled, exactly. This, top_k, top_p and seed are
@@ -88,18 +88,18 @@ def generate(
             not. Greedy rows are the same under both.
         logits_processor: a pure function (logits_BV, tokens_BS, lengths_B) → logits_BV on the target's logits, before
             temperature; decoding/processing.py says what it is given. Compiled in: define it once, not once a call.
-        stop_token_ids: default: those of the target. An empty list never stops.
+        stop_token_ids: ids below the target's vocab_size; default: those of the target. An empty list never stops.
         batch_size: rows decoded together; default: all. Of a longer list, a prompt starts as soon as a row ends.
-        progress: shows a bar of finished prompts; or a function that is called as prompts finish, with how many did
-            since its last call. What it raises ends the call.
+        progress: True shows a bar of finished prompts, text shows one with that label; or a function that is called as
+            prompts finish, with how many did since its last call. What it raises ends the call.
 
     Returns:
         One Generation a prompt, in the order of the prompts.
 
     Raises:
         ValueError: names the argument that is wrong: an empty prompt, a prompt that leaves no room in the target's
-            context, ids outside the vocabulary, a width above the trained one, a setting out of its range, an adaptive
-            width with sampled proposals (the text would depend on timing).
+            context, an unknown role, ids outside the vocabulary, a width above the trained one, a setting out of its
+            range, an adaptive width with sampled proposals (the text would depend on timing).
 
     Warns:
         UserWarning: rows may grow past the drafter's max_position_embeddings.
@@ -124,7 +124,9 @@ def generate(
         idle = clock.stats(0.0, {}, [])
         return [Generation([], "", len(prompt), [], [], "length", idle) for prompt in request.prompts]
     size = min(batch_size or len(request.prompts), len(request.prompts))
-    with tqdm(total=len(request.prompts), unit="prompt", disable=progress is not True) as bar:
+    label = progress if isinstance(progress, str) else None
+    shown = progress is True or label is not None
+    with tqdm(total=len(request.prompts), desc=label, unit="prompt", disable=not shown) as bar:
         rows, stats = decode_all(request, size, clock, progress if callable(progress) else bar.update)
     return [
         Generation(
@@ -153,8 +155,17 @@ def stream(target, prompt: Prompt, **options) -> Stream:
     unknown = set(options) - set(names)
     if unknown:
         raise ValueError(f"stream takes no {', '.join(sorted(unknown))}; it takes {', '.join(names)}")
+    _check_one_prompt(prompt)
     clock = Clock()
     request = checked_request(target, [prompt], Options(**options))
     if target.tokenizer is None:
         raise ValueError(f"target {target.source} has no tokenizer to stream text with; use generate")
     return Stream(request, target.tokenizer, clock)
+
+
+def _check_one_prompt(prompt) -> None:
+    """Raises ValueError where `prompt` is a list of prompts."""
+    parts = [] if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence) else prompt
+    kind = next((type(part).__name__ for part in parts if isinstance(part, Sequence)), None)
+    if kind is not None:
+        raise ValueError(f"prompt is a list with a {kind} in it: stream takes one prompt; for several, use generate")

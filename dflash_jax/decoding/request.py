@@ -96,7 +96,9 @@ def checked_request(target, prompts, options: Options) -> Request:
     _warn_past_training(options.drafter, max(limits, default=0))
     drawn_B = np.asarray(sampling.temperature) > 0
     truncated_B = (np.asarray(sampling.top_k) > 0) | (np.asarray(sampling.top_p) < 1)
-    stops = target.stop_token_ids if options.stop_token_ids is None else _stop_tokens(options.stop_token_ids)
+    stops = target.stop_token_ids
+    if options.stop_token_ids is not None:
+        stops = _stop_tokens(options.stop_token_ids, target.config.vocab_size)
     longest_prompt = max(map(len, ids), default=1)
     return Request(
         target=target.model,
@@ -153,18 +155,24 @@ def cache_bucket(length: int) -> int:
     return size
 
 
-def width_from_flag(text: str | None) -> Width:
+def width_from_flag(text: str | None, *, drafted: bool = True) -> Width:
     """The width that a command's --width asks for.
 
+    Args:
+        drafted: whether the command has a drafter; as in `generate`, only widths that plain decoding has go without.
+
     Raises:
-        ValueError: it is neither a number nor "adaptive".
+        ValueError: it is neither a number nor "adaptive", or needs a drafter.
     """
     if text is None or text == "adaptive":
         return text
     try:
-        return int(text)
+        width = int(text)
     except ValueError:
         raise ValueError(f"--width={text}: give a number of slots, or adaptive") from None
+    if not drafted and width != 1:
+        raise ValueError(f"--width={text} needs --drafter; without one nothing is proposed")
+    return width
 
 
 def _widest(options: Options, trained: int) -> int:
@@ -206,13 +214,19 @@ def _sampling(options: Options, count: int) -> Sampling:
     )
 
 
-def _stop_tokens(given) -> list[int]:
+def _stop_tokens(given, vocab_size: int) -> list[int]:
+    """Stop tokens of the call. Those of a target may lie beyond its rows, as released configs have them: never drawn,
+    they do no harm, while one that a caller gives is a mistake."""
     try:
         if isinstance(given, str | bytes):
             raise TypeError("text is not a list of ids")
-        return [operator.index(token) for token in given]
+        tokens = [operator.index(token) for token in given]
     except TypeError as error:
         raise ValueError(f"stop_token_ids={given!r} must be a list of token ids: {error}") from error
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"stop_token_ids holds {token}; the target has {vocab_size} tokens, from 0")
+    return tokens
 
 
 def _is_finite(value: Any) -> bool:
@@ -257,12 +271,14 @@ def _token_ids(target, prompt, index: int) -> list[int]:
 
 def _rendered(tokenizer, messages: Sequence, index: int) -> list[int]:
     from dflash_jax.data.chat import render
+    from dflash_jax.data.formats import check_role
 
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise ValueError(f"prompts[{index}][{place}]={message!r} must be a message with a role and a content")
         if not isinstance(message["content"], str):
             raise ValueError(f"prompts[{index}][{place}]: content={message['content']!r} must be a string")
+        check_role(message["role"], f"prompts[{index}][{place}]")
     return render(tokenizer, messages, add_generation_prompt=True)
 
 

@@ -4,19 +4,23 @@
     python -m dflash_jax.evaluation.benchmark --config configs/smollm2_benchmark.py --config.prompts.sets=my.jsonl
 
 Prints tables laid out as the DFlash paper's, and writes results.json, table.md and plot.png (with matplotlib) into
-config.output.directory. Both arms of a cell decode the same prompts with the same settings and seeds, in turn: once to
-compile, and then decoding.repetitions times, of which the median time counts. Wrong settings or files: status 2.
+config.output.directory: the first two after every group of cells, with "complete": false until all are measured, so
+that a benchmark that is cut off keeps what it measured. What is being measured is told on stderr. Both arms of a cell
+decode the same prompts with the same settings and seeds, in turn: once to compile, and then decoding.repetitions times,
+of which the median time counts. Wrong settings or files: status 2.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +35,7 @@ from dflash_jax.data.presets import read_prompts
 from dflash_jax.data.prompts import encode_prompts
 from dflash_jax.decoding.generate import Generation, generate
 from dflash_jax.evaluation.benchmark_config import PARTS, BenchmarkConfig, DecodingConfig, to_benchmark
+from dflash_jax.evaluation.benchmark_files import RESULTS, check_writable, write
 from dflash_jax.evaluation.benchmark_results import Arm, Cell, PromptSet, Results
 from dflash_jax.evaluation.benchmark_tables import tables
 from dflash_jax.evaluation.heldout import DecodingReport, decoding_report
@@ -39,15 +44,54 @@ logger = logging.getLogger("dflash_jax.evaluation.benchmark")  # __name__ is "__
 
 EXAMPLE = "configs/smollm2_benchmark.py"
 SETTLING_RUNS = 6  # at most: one for each width that "adaptive" may try, and one more
-RESULTS, TABLES, PLOT = "results.json", "table.md", "plot.png"  # in output.directory
 
 
-def run(config: BenchmarkConfig) -> Results:
+def run(config: BenchmarkConfig, on_cells: Callable[[Results], object] = lambda so_far: None) -> Results:
     """Measures every cell.
+
+    Args:
+        on_cells: called after every group of cells (one set, temperature and batch size) with the results so far, whose
+            `complete` is False.
 
     Raises:
         ConfigError: a model or set can't be had, or does not fit; the message names the field.
     """
+    target, drafter, widths = _loaded(config)
+    sets = {source: prompts_of(source, config, target) for source in config.prompts.sets}
+    name, decoding = config.models.drafter, config.decoding
+    made_with = _named("models.drafter", name, lambda: read_made_with(name))
+    results = Results(
+        settings=dataclasses.asdict(config),
+        device=_device(),
+        platform=jax.default_backend(),
+        jax_version=jax.__version__,
+        matmul_precision=jax.config.jax_default_matmul_precision or "default",  # pyright: ignore[reportAttributeAccessIssue]
+        target_fingerprint=target.fingerprint,
+        drafter_width=drafter.config.block_size,
+        vocab_size=target.config.vocab_size,
+        draft_vocab_size=drafter.draft_vocab_size,
+        template_arguments=arguments_from_flag(config.prompts.template_arguments),
+        drafter_template_arguments=made_with.get("template_arguments"),
+        sets=[_described(source, prompts) for source, prompts in sets.items()],
+        cells=[],
+        complete=False,
+    )
+    groups = list(itertools.product(sets.items(), decoding.temperatures, decoding.batch_sizes))
+    for number, ((source, prompts), temperature, batch_size) in enumerate(groups, start=1):
+        logger.info(
+            "measuring %d of %d: %s, T %g, batch %d, plain and width %s",
+            *(number, len(groups), source, temperature, batch_size, ", ".join(map(str, widths))),
+        )
+        new = measure(target, drafter, source, prompts, widths, temperature, batch_size, decoding)
+        for cell in new:
+            logger.info("%s", cell)
+        results = dataclasses.replace(results, cells=[*results.cells, *new])
+        on_cells(results)
+    return dataclasses.replace(results, complete=True)
+
+
+def _loaded(config: BenchmarkConfig) -> tuple[LoadedTarget, LoadedDrafter, Sequence[int | Literal["adaptive"]]]:
+    """Target, drafter and the widths to measure; errors as `run`."""
     models, decoding = config.models, config.decoding
     target = _named("models.target", models.target, lambda: load_target(models.target, dtype=models.target_dtype))
     drafter = _named(
@@ -61,31 +105,7 @@ def run(config: BenchmarkConfig) -> Results:
         raise ConfigError(
             f"decoding.widths={decoding.widths}: {models.drafter} was trained for {drafter.config.block_size}"
         )
-    sets = {source: prompts_of(source, config, target) for source in config.prompts.sets}
-    made_with = _named("models.drafter", models.drafter, lambda: read_made_with(models.drafter))
-    cells = []
-    for source, prompts in sets.items():
-        for temperature in decoding.temperatures:
-            for batch_size in decoding.batch_sizes:
-                new = measure(target, drafter, source, prompts, widths, temperature, batch_size, decoding)
-                cells += new
-                for cell in new:
-                    logger.info("%s", cell)
-    return Results(
-        settings=dataclasses.asdict(config),
-        device=_device(),
-        platform=jax.default_backend(),
-        jax_version=jax.__version__,
-        matmul_precision=jax.config.jax_default_matmul_precision or "default",  # pyright: ignore[reportAttributeAccessIssue]
-        target_fingerprint=target.fingerprint,
-        drafter_width=drafter.config.block_size,
-        vocab_size=target.config.vocab_size,
-        draft_vocab_size=drafter.draft_vocab_size,
-        template_arguments=arguments_from_flag(config.prompts.template_arguments),
-        drafter_template_arguments=made_with.get("template_arguments"),
-        sets=[_described(source, prompts) for source, prompts in sets.items()],
-        cells=cells,
-    )
+    return target, drafter, widths
 
 
 def prompts_of(source: str, config: BenchmarkConfig, target: LoadedTarget) -> list[list[int]]:
@@ -147,9 +167,11 @@ def measure(
     arms |= {width: {"drafter": drafter, "width": width, "proposals": decoding.proposals} for width in widths}
     runs: dict[int | str, list[list[Generation]]] = {width: [] for width in arms}
     # In turn, so that a machine that grows slower does so for all arms.
-    for run in (generate, *[_settled_run] * decoding.repetitions):
+    for number, run in enumerate((generate, *[_settled_run] * decoding.repetitions)):
         for width, arm in arms.items():
+            began = time.perf_counter()
             runs[width].append(run(target, prompts, **arm, **options))
+            _tell(number, decoding.repetitions, width, time.perf_counter() - began)
     timed = {width: all_runs[1:] for width, all_runs in runs.items()}
     plain = timed[1][0]
     if not any(row.acceptance_lengths for row in plain):
@@ -167,6 +189,13 @@ def measure(
         )
         for width in widths
     ]
+
+
+def _tell(number: int, repetitions: int, width: int | str, seconds: float) -> None:
+    """A sign of life after each run of an arm; run 0 is the one that compiles."""
+    which = f"run {number} of {repetitions}" if number else "compiling run"
+    arm = "plain" if width == 1 else f"width {width}"
+    logger.info("  %s, %s: %.1f s", which, arm, seconds)
 
 
 def _acceptance(rows: Sequence[Generation], width: int | Literal["adaptive"], drafter: LoadedDrafter) -> DecodingReport:
@@ -223,31 +252,14 @@ def _named(field: str, value: str, load):
         raise ConfigError(f"{field}={value!r}: {error}") from error
 
 
-def _check_writable(directory: Path) -> None:
-    """Raises OSError, before anything is measured, where the files of `write` can't be made; makes the folder."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in (RESULTS, TABLES, PLOT):
-        before = (directory / name).exists()
-        with (directory / name).open("ab"):
-            pass
-        if not before:
-            (directory / name).unlink()
-
-
-def write(results: Results, directory: Path) -> None:
-    """Writes results.json, table.md and, with matplotlib, plot.png."""
-    directory.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(results.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
-    (directory / RESULTS).write_text(content + "\n", encoding="utf-8")
-    (directory / TABLES).write_text(tables(results) + "\n", encoding="utf-8")
+def _keep(results: Results, directory: Path) -> None:
+    """Writes what is measured so far. A file that can't be written now is told, and does not end the benchmark."""
     try:
-        from dflash_jax.evaluation.benchmark_plot import plot
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        print("no plot.png: matplotlib is not installed (pip install 'dflash-jax[benchmark]')", file=sys.stderr)
+        write(results, directory)
+    except OSError as error:
+        logger.warning("output.directory=%r: not written yet: %s", str(directory), error)
     else:
-        plot(results, directory / PLOT)
+        logger.info("%d cells so far are in %s", len(results.cells), directory / RESULTS)
 
 
 @ending_when_interrupted()
@@ -261,8 +273,8 @@ def main(argv: list[str]) -> None:
         config = to_benchmark(settings_from_flags(argv, PARTS, example=EXAMPLE))
         directory = Path(config.output.directory)
         with writing("output.directory", directory):
-            _check_writable(directory)
-        results = run(config)
+            check_writable(directory)
+        results = run(config, lambda so_far: _keep(so_far, directory))
         print(tables(results))  # first: whatever becomes of the files, it was measured
         with writing("output.directory", directory):
             write(results, directory)

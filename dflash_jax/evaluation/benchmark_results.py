@@ -96,7 +96,7 @@ class Results:
 
     settings: of the BenchmarkConfig. template_arguments: of the chat template, of this run and of the data that the
     drafter was trained on (None: its folder doesn't say). draft_vocab_size: how many of the vocab_size tokens the
-    drafter proposes (None: any).
+    drafter proposes (None: any). complete: whether all cells were measured; if not, it was cut off or still runs.
     """
 
     settings: dict[str, Any]
@@ -112,10 +112,11 @@ class Results:
     drafter_template_arguments: dict[str, Any] | None
     sets: list[PromptSet]
     cells: list[Cell]
+    complete: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, with what is derived, as JSON has it."""
-        content = dataclasses.asdict(self)
+        content = {"complete": self.complete, **dataclasses.asdict(self)}  # first, so that it is seen
         for cell, entry in zip(self.cells, content["cells"], strict=True):
             entry |= {"speedup": cell.speedup, "break_even": cell.break_even}
             for name, arm in (("baseline", cell.baseline), ("dflash", cell.dflash)):

@@ -20,6 +20,7 @@ def _heading(results: Results) -> str:
     lines = [
         f"# {models['drafter']} for {models['target']}",
         "",
+        *["**Not finished: only some of the cells are measured.**", ""] * (not results.complete),
         f"- device: {results.device} ({results.platform}), JAX {results.jax_version}, matrix products at precision "
         f"{results.matmul_precision}",
         f"- dtype: target {models['target_dtype']}, drafter {models['drafter_dtype']}",
@@ -61,11 +62,18 @@ def _main_table(results: Results) -> str:
     for temperature in sorted({cell.temperature for cell in results.cells}):
         rows.append([f"{temperature:g}", "Baseline", *["1.00", "1.00"] * (len(sources) + 1)])
         for width in _widths(results.cells):
-            cells = [c for c in results.cells if (c.temperature, c.width, c.batch_size) == (temperature, width, batch)]
-            pairs = [(cell.speedup, cell.acceptance.acceptance_length) for cell in cells]
-            pairs.append((statistics.mean(s for s, _ in pairs), statistics.mean(t for _, t in pairs)))
+            cells = {
+                cell.source: (cell.speedup, cell.acceptance.acceptance_length)
+                for cell in results.cells
+                if (cell.temperature, cell.width, cell.batch_size) == (temperature, width, batch)
+            }
+            pairs = [cells.get(source) for source in sources]
+            speedups, lengths = zip(*cells.values(), strict=True) if cells else ((), ())
+            pairs.append(None if None in pairs else (statistics.mean(speedups), statistics.mean(lengths)))
             row = [f"{temperature:g}", f"DFlash ({width})"]
-            rows.append(row + [f"{value:.2f}" for pair in pairs for value in pair])
+            for pair in pairs:
+                row += ["–", "–"] if pair is None else [f"{value:.2f}" for value in pair]
+            rows.append(row)
     return f"## Speedup and τ, batch {batch}\n\n" + _markdown(header, rows)
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +53,9 @@ def differences(
     """
     asked = Options(drafter=drafter, max_new_tokens=max_new_tokens, width=width)
     checked_options(asked, len(prompts), drafter.model.max_width)
-    options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "progress": True}
-    plain = generate(target, prompts, **options)
-    drafted = generate(target, prompts, drafter=drafter, width=width, **options)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    plain = generate(target, prompts, progress="plain", **options)
+    drafted = generate(target, prompts, drafter=drafter, width=width, progress="with the drafter", **options)
     found = []
     for number, (prompt, ours, theirs) in enumerate(zip(prompts, drafted, plain, strict=True)):
         pairs = itertools.zip_longest(theirs.tokens, ours.tokens)
