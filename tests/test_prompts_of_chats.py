@@ -39,7 +39,7 @@ def test_chats_are_rendered_with_all_their_turns():
         ("And?", "'And[?]'"),
         (7, "=7 must be a message"),
         ({"role": "user", "content": None}, "content=None must be a string"),
-        ({"role": "robot", "content": "Beep."}, "has role 'robot'; allowed are system, user, assistant"),
+        ({"role": "robot", "content": "Beep."}, "has role 'robot'; allowed are system, user, assistant, tool"),
         ({"role": ["user"], "content": "Hm."}, r"has role \['user'\]; allowed are system, user, assistant"),
     ],
 )

@@ -11,7 +11,7 @@
 A row is what the first of these fields in it says.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ MESSAGE_FIELDS = ("messages", "conversations", "conversation")
 TEXT_FIELDS = ("instruction", "prompt")
 TOKEN_FIELD = "input_ids"
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant")  # of chats to train on
+PROMPT_ROLES = (*ROLES, "tool")  # what templates know; nobody is trained to say it
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -90,11 +91,11 @@ def check_messages(messages: Any) -> None:
             raise RowError(f"messages[{i}] has role {roles[i]!r} where {expected!r} is due")
 
 
-def check_role(role: Any, what: str) -> None:
-    """Checks that a role is one of ROLES; `what` names the message in the error, a RowError."""
-    if role not in ROLES:
+def check_role(role: Any, what: str, allowed: Sequence[str] = ROLES) -> None:
+    """Checks that a role is an allowed one; `what` names the message in the error, a RowError."""
+    if role not in allowed:
         shown = repr(role[:40] if isinstance(role, str) else role)
-        raise RowError(f"{what} has role {shown}; allowed are {', '.join(ROLES)}")
+        raise RowError(f"{what} has role {shown}; allowed are {', '.join(allowed)}")
 
 
 def check_text(text: str, what: str) -> None:

@@ -70,8 +70,8 @@ def generate(
 
     Args:
         target: a LoadedTarget.
-        prompts: each a list of token ids; or a chat, a list of {"role", "content"} messages (roles system, user and
-            assistant), rendered by the target's chat template; or a string, which is a chat of one user message.
+        prompts: each a list of token ids; or a chat, a list of {"role", "content"} messages (roles system, user,
+            assistant, tool), rendered by the target's chat template; or a string, which is a chat of one user message.
         drafter: a LoadedDrafter, or None for plain autoregressive decoding.
         max_new_tokens: at most this many new tokens a row; 0 gives empty results.
         temperature: 0 is greedy. Above 0 the target's distribution is sampled, exactly. This, top_k, top_p and seed are

@@ -271,14 +271,14 @@ def _token_ids(target, prompt, index: int) -> list[int]:
 
 def _rendered(tokenizer, messages: Sequence, index: int) -> list[int]:
     from dflash_jax.data.chat import render
-    from dflash_jax.data.formats import check_role
+    from dflash_jax.data.formats import PROMPT_ROLES, check_role
 
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise ValueError(f"prompts[{index}][{place}]={message!r} must be a message with a role and a content")
         if not isinstance(message["content"], str):
             raise ValueError(f"prompts[{index}][{place}]: content={message['content']!r} must be a string")
-        check_role(message["role"], f"prompts[{index}][{place}]")
+        check_role(message["role"], f"prompts[{index}][{place}]", PROMPT_ROLES)
     return render(tokenizer, messages, add_generation_prompt=True)
 
 
