@@ -23,6 +23,8 @@ from dflash_jax.cli_help import asks_for_help
 from dflash_jax.config import PARTS, ExperimentConfig, to_experiment
 from dflash_jax.config_parts import ConfigError, Parts, from_text
 
+NO_ADVICE = ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # to install PyTorch; read when transformers is imported
+
 
 def experiment_from_flags(argv: Sequence[str]) -> ExperimentConfig:
     """The checked experiment that a command line asks for.
@@ -44,6 +46,7 @@ def settings_from_flags(argv: Sequence[str], parts: Parts, *, example: str) -> d
         parts: that a config file of this command has.
         example: a config file of it, for messages.
     """
+    os.environ.setdefault(*NO_ADVICE)
     file, overrides = _read_arguments(list(argv[1:]), example)
     settings = load_config_file(file)
     if unknown := sorted(set(settings) - set(parts)):
@@ -107,7 +110,7 @@ def quieten_libraries() -> None:
     """
     if flags.FLAGS["verbosity"].using_default_value:
         logging.set_verbosity(logging.WARNING)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # processes that are started have it, too
+    os.environ.setdefault(*NO_ADVICE)
 
 
 @contextlib.contextmanager

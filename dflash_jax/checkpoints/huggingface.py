@@ -6,13 +6,12 @@ import contextlib
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from transformers import PreTrainedTokenizerFast
 
 from dflash_jax.checkpoints.draft_vocabulary import (
     DRAFT_VOCABULARY,
@@ -41,6 +40,9 @@ from dflash_jax.models.family import (
     reduced_vocabulary,
 )
 from dflash_jax.models.target import Target, TargetTables
+
+if TYPE_CHECKING:  # importing it takes a second, and prints advice where a command has not silenced it yet
+    from transformers import PreTrainedTokenizerFast
 
 MADE_WITH = "training.json"  # beside an exported drafter: what it was trained for and on
 _OUR_FILES = (MADE_WITH, DRAFT_VOCABULARY)  # which other readers ignore
@@ -285,6 +287,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     if not (folder / "tokenizer.json").exists():
         return None
     # the class that takes tokenizer.json as it is; family classes of transformers 5 rebuild parts of it
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
 
 

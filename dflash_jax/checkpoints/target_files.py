@@ -1,17 +1,22 @@
 """What can be known of a target from its files: tokenizer, embedding's size, hashes, whether its weights are there."""
 
+from __future__ import annotations
+
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from dflash_jax.checkpoints.huggingface import load_tokenizer, stop_token_ids_of
 from dflash_jax.checkpoints.names import prefixed_target_entries, table_entries
 from dflash_jax.checkpoints.safetensors_io import CheckpointError, TensorFolder, fingerprint, read_json
 from dflash_jax.checkpoints.sources import TEXT_FILES, WEIGHT_FILES, resolve_source
 from dflash_jax.models.family import parse_target_config
+
+if TYPE_CHECKING:  # importing it takes a second, and prints advice where a command has not silenced it yet
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
