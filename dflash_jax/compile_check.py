@@ -6,7 +6,7 @@
 The real programs of training and decoding (feature pass, training step, a decoding round) are compiled by the
 compilers of TPUs and GPUs, which need neither. Memory is what they plan on each device; FLOPs and collectives are
 counted in their optimised programs. Times are the largest of three quotients (FLOPs, bytes, collectives by the chip's
-published rates) and no measurements. Exit status 1: something does not fit.
+published rates) and no measurements. Exit status 1: something does not fit. Slices of TPUs, and GPUs of one host.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from jax.sharding import Mesh, NamedSharding
 from dflash_jax.checkpoints.huggingface import LoadedTarget, read_target_config
 from dflash_jax.cli import ending_when_interrupted, exit_with, experiment_from_flags, writing
 from dflash_jax.cli_help import config_parser
-from dflash_jax.compiled_work import Work, work_of
+from dflash_jax.compile_report import Program, report
+from dflash_jax.compiled_work import work_of
 from dflash_jax.config import ConfigError, ExperimentConfig
 from dflash_jax.decoding.flat import flatten
 from dflash_jax.decoding.loop import LoopSettings, LoopState, prefill, run_rounds
 from dflash_jax.decoding.request import cache_bucket
 from dflash_jax.decoding.sampling import Sampling
-from dflash_jax.hardware import Chip, Hardware, hardware
+from dflash_jax.hardware import Hardware, hardware
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import DrafterConfig, TargetConfig, parse_target_config
 from dflash_jax.models.target import Target
@@ -54,28 +55,6 @@ from dflash_jax.training.step import (
 # config.json of targets by hub id, for machines that can't reach the hub
 SHAPES = Path(__file__).parent.parent / "configs" / "targets"
 PROGRAMS = ("features", "step", "decode")
-ROOM = 0.95  # of a device's memory: the rest is the runtime's
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """One compiled program. sizes: for what rows, in words. seconds: of compiling. memory, in bytes on each device:
-    temporary, and of results that don't take an argument's place."""
-
-    name: str
-    sizes: str
-    seconds: float
-    temporary: float
-    results: float
-    work: Work
-
-    def times(self, chip: Chip) -> dict[str, float]:
-        """Seconds that FLOPs, memory and links each need at least."""
-        return {
-            "compute": self.work.flops / chip.flops,
-            "memory": self.work.bytes_moved / chip.memory_rate,
-            "links": sum(self.work.bytes.values()) / chip.link_rate,
-        }
 
 
 class Models:
@@ -189,7 +168,12 @@ def compiled(
     """Compiles one program and reads what the compiler says of it. sizes: as in Program. dump: a folder for its
     text."""
     begun = time.monotonic()
-    program = lower().compile(compiler_options=target.options)
+    try:
+        program = lower().compile(compiler_options=target.options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return Program(name, sizes, time.monotonic() - begun, refused=str(error).strip().splitlines()[0])
     seconds = time.monotonic() - begun
     memory: Any = program.memory_analysis()
     text = program.as_text() or ""
@@ -200,6 +184,7 @@ def compiled(
         name=name,
         sizes=sizes,
         seconds=seconds,
+        given=memory.argument_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         work=work_of(text),
@@ -229,51 +214,6 @@ def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     return size
 
 
-_COLUMNS = ("program", "temporary GB", "results GB", "peak GB", "fits", "TFLOP", "GB moved", "GB over links")
-_COLUMNS += ("least ms", "bound by", "compiled in")
-
-
-def report(models: Models, programs: list[Program], target: Hardware) -> tuple[str, bool]:
-    """The tables, and whether everything fits."""
-    chip, kept = target.chip, resident(models)
-    sizes = ", ".join(f"{name} {size}" for name, size in models.mesh.shape.items())
-    room, total = ROOM * chip.memory, sum(kept.values())
-    lines = [
-        f"{target.name}: mesh {sizes}; {chip.memory / 1e9:.0f} GB a device",
-        f"kept on each device, GB: {', '.join(f'{kind} {_gb(size)}' for kind, size in kept.items())} = {_gb(total)}",
-        "",
-        _row(*_COLUMNS),
-        "|---" * len(_COLUMNS) + "|",
-    ]
-    fits = True
-    for program in programs:
-        peak = total + program.temporary + program.results
-        fits &= peak <= room
-        times, work = program.times(chip), program.work
-        bound = max(times, key=lambda name: times[name])
-        memory = (_gb(program.temporary), _gb(program.results), _gb(peak), "yes" if peak <= room else "NO")
-        cost = (work.flops / 1e12, work.bytes_moved / 1e9, sum(work.bytes.values()) / 1e9, 1e3 * times[bound])
-        cells = (program.name, *memory, *(f"{value:.3g}" for value in cost), bound, f"{program.seconds:.0f} s")
-        lines.append(_row(*cells))
-    for program in programs:
-        kinds = [f"{kind} ×{count} {_gb(program.work.bytes[kind])} GB" for kind, count in program.work.count.items()]
-        lines.append(f"{program.name}: {program.sizes}; collectives {', '.join(kinds) or 'none'}")
-    if not fits:
-        lines.append(
-            "Does not fit: raise mesh.fsdp (parameters, moments), training.accumulation, mesh.data or, for long rows, "
-            "mesh.sequence (activations), or lower training.rows_per_step (features), training.loss_chunk."
-        )
-    return "\n".join(lines), fits
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f}"
-
-
 def known_target(source: str, file: str | None) -> TargetConfig:
     """The target's description: from a file, a folder or the hub, or from the shapes that come with the configs."""
     bundled = SHAPES / f"{source.replace('/', '--')}.json"
@@ -301,7 +241,7 @@ def check(experiment: ExperimentConfig, config: TargetConfig, target: Hardware, 
     sizes, names = sizes_of(models, **decoded), options.programs.split(",")
     with jax.set_mesh(mesh):
         programs = [compiled(name, sizes[name], known[name], target, options.dump) for name in names]
-    text, fits = report(models, programs, target)
+    text, fits = report(resident(models), mesh, programs, target)
     print(text, flush=True)
     return fits
 
@@ -351,9 +291,14 @@ def main(argv: list[str]) -> None:
         experiment = experiment_from_flags([argv[0], *rest])
         config = known_target(experiment.model.target, options.target_config)
         if options.target_layers:
+            if options.target_layers > config.num_layers:
+                raise ConfigError(f"--target_layers={options.target_layers}: the target has {config.num_layers}")
+            layers = f"{options.target_layers} of the target's {config.num_layers} layers"
+            print(f"compiled with {layers} only: the whole needs more", flush=True)
             config = dataclasses.replace(config, num_layers=options.target_layers)
             experiment = _with_taps_in(experiment, options.target_layers)
-        fits = [check(experiment, config, hardware(name), options) for name in options.hardware.split(",")]
+        targets = [hardware(name) for name in options.hardware.split(",")]  # before the first is compiled for
+        fits = [check(experiment, config, target, options) for target in targets]
     except ValueError as error:
         exit_with(error)
     sys.exit(0 if all(fits) else 1)

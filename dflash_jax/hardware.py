@@ -77,11 +77,13 @@ def hardware(name: str) -> Hardware:
     Raises:
         HardwareError: the name is not known, or the compiler for it is not installed.
     """
-    if match := re.fullmatch(r"h200x(\d+)", name):
+    if match := re.fullmatch(r"h200x([1-8])", name):
         return Hardware(name, CHIPS["h200"], _gpus(int(match[1])), _GPU_OPTIONS)
-    if match := re.fullmatch(r"(v5e|v5p|v6e):(\d+x\d+(?:x\d+)?)", name):
-        return Hardware(name, CHIPS[match[1]], _tpus(name), {})
-    raise HardwareError(f"hardware {name!r} is not known; use names like v5e:2x4, v5p:2x2x2, v6e:2x4 or h200x8")
+    if match := re.fullmatch(r"(v5e|v6e):\d+x\d+|(v5p):\d+x\d+x\d+", name):
+        return Hardware(name, CHIPS[match[1] or match[2]], _tpus(name), {})
+    raise HardwareError(
+        f"hardware {name!r} is not known; use names like v5e:2x4, v5p:2x2x2, v6e:2x4 or, of one host, h200x1 to h200x8"
+    )
 
 
 # There is no device to time candidates on; XLA_FLAGS of the environment may have turned optimisation off.

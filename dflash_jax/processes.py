@@ -7,7 +7,9 @@ and talks. Checkpoints need a folder that all see.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -17,6 +19,8 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 60  # a process that was not heard of for so long counts as lost, and the others end
 
@@ -35,7 +39,8 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
         Whether there are others.
 
     Raises:
-        ValueError: some of the three variables are set and some are not, or they are no numbers.
+        ValueError: some of the three variables are set and some are not, or they are not as above; or Slurm or TPUs
+            speak of others, and JAX does not find them by that.
     """
     given = [environment[name] for name in _EXPLICIT if environment.get(name)]
     if given and len(given) < len(_EXPLICIT):
@@ -45,21 +50,39 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
         address, *numbers = given
         if not all(number.isdigit() for number in numbers):
             raise ValueError(f"JAX_NUM_PROCESSES={numbers[0]!r}, JAX_PROCESS_ID={numbers[1]!r}: must be whole numbers")
+        if not re.fullmatch(r".+:\d+", address):
+            raise ValueError(f"JAX_COORDINATOR_ADDRESS={address!r}: must be host:port of process 0")
         count, index = map(int, numbers)
         if not 0 <= index < count:
             raise ValueError(f"JAX_PROCESS_ID={index} must be from 0 to below JAX_NUM_PROCESSES={count}")
+        logger.info("process %d of %d: joining the others at %s", index, count, address)
         # Detection would give each task of Slurm one GPU here, too.
         jax.distributed.initialize(
             *(address, count, index),
             cluster_detection_method="deactivate",
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
-    elif int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1 or "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
-        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    elif _tasks(environment) > 1 or "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
+        logger.info("joining the other processes, of which Slurm or the TPU's host speaks")
+        try:
+            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+        except ValueError as error:
+            raise ValueError(
+                "SLURM_STEP_NUM_TASKS or TPU_WORKER_HOSTNAMES speaks of several processes, which can't be found by it "
+                f"({error}); set {', '.join(_EXPLICIT)} for each"
+            ) from error
         _take_all_gpus_of_the_host(environment)
     else:
         return False
     return jax.process_count() > 1
+
+
+def _tasks(environment: Mapping[str, str]) -> int:
+    """Of this step of Slurm; 1 outside it."""
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or "1"
+    if not tasks.isdigit():
+        raise ValueError(f"SLURM_STEP_NUM_TASKS={tasks!r}: must be a whole number")
+    return int(tasks)
 
 
 def _take_all_gpus_of_the_host(environment: Mapping[str, str]) -> None:
@@ -87,6 +110,8 @@ def ending_at_once() -> Iterator[None]:
             status = 0 if error.code is None else error.code
         else:
             traceback.print_exc()
+            print("this process ends here, by its own error or another's end; the cause is above.", file=sys.stderr)
+            print("Once it is gone, the same command goes on from what was saved.", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status if isinstance(status, int) else 1)
@@ -121,11 +146,6 @@ def end_on_sigterm() -> None:
 def is_first() -> bool:
     """Whether this process is the one that writes files and talks."""
     return jax.process_index() == 0
-
-
-def agreed(seconds: float) -> float:
-    """The number that process 0 has, so that all decide alike. Of several processes it comes back in float32."""
-    return seconds if jax.process_count() == 1 else float(multihost_utils.broadcast_one_to_all(seconds))
 
 
 class Stopped(Exception):

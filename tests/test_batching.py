@@ -87,6 +87,8 @@ def test_a_bar_counts_finished_prompts(capsys):
     assert (said := capsys.readouterr().err).strip().startswith("plain: ") and f"{len(PROMPTS)}/{len(PROMPTS)}" in said
     decode(ALL, size=2)
     assert not capsys.readouterr().err
+    with pytest.raises(ValueError, match="progress=3 must be True, False, a label or a function"):
+        decode(ALL, size=2, progress=3)
 
 
 def test_one_warning_past_the_length_that_the_drafter_was_made_for():

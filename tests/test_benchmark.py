@@ -215,7 +215,8 @@ def test_a_benchmark_that_is_cut_off_keeps_what_it_measured(folder, tmp_path, mo
     """Cut off in the third group, at the larger batch first, so that the tables have gaps."""
     [cell], groups, out = measured(right=1)[:1], [], tmp_path / "out"
     out.mkdir()
-    (out / "plot.png").write_text("of an earlier benchmark")
+    for name in ("results.json", "plot.png"):
+        (out / name).write_text("of an earlier benchmark")
 
     def measure(target, drafter, source, prompts, widths, temperature, batch_size, decoding):
         if len(groups) == 2:
@@ -229,14 +230,15 @@ def test_a_benchmark_that_is_cut_off_keeps_what_it_measured(folder, tmp_path, mo
     with pytest.raises(SystemExit) as left:
         benchmark.main(["benchmark", f"--config={folder / 'config.py'}", *(f"--config.{text}" for text in overrides)])
     assert left.value.code == 130
-    kept = json.loads((out / "results.json").read_text())
+    kept = json.loads((out / "unfinished.results.json").read_text())
     assert kept["complete"] is False
     assert [(c["source"], c["temperature"], c["batch_size"]) for c in kept["cells"]] == groups
-    text = (out / "table.md").read_text()
+    text = (out / "unfinished.table.md").read_text()
     assert text.splitlines()[2] == "**Not finished: only some of the cells are measured.**"
     _, baseline, drafted = table_under(text, "Speedup and τ, batch 1")
     assert baseline[2:] == ["1.00"] * 6 and drafted[4:] == ["–"] * 4 and "–" not in drafted[:4]
-    assert sorted(path.name for path in out.iterdir()) == ["results.json", "table.md"]
+    assert {(out / name).read_text() for name in ("results.json", "plot.png")} == {"of an earlier benchmark"}
+    assert len([*out.iterdir()]) == 4
 
 
 def test_tables_have_gaps_where_nothing_is_measured_yet():
@@ -248,7 +250,7 @@ def test_tables_have_gaps_where_nothing_is_measured_yet():
 
 
 def test_a_write_that_fails_on_the_way_does_not_end_the_benchmark(tmp_path, caplog):
-    (tmp_path / "table.md").mkdir()
+    (tmp_path / "unfinished.table.md").mkdir()
     benchmark._keep(dataclasses.replace(results_of(measured(right=1)[0]), complete=False), tmp_path)
     assert f"output.directory='{tmp_path}': not written yet: " in caplog.text
 

@@ -177,7 +177,8 @@ def test_pickled_weights_are_refused(untied):
 
 
 @pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "/etc/outside.safetensors", "sub/a.safetensors", "a\\b.safetensors", "a.bin", 3]
+    "name",
+    ["../outside.safetensors", "/etc/outside.safetensors", "sub/a.safetensors", "a\\b.safetensors", "a.bin", 3, []],
 )
 def test_shard_names_that_leave_the_folder_are_refused(untied, name):
     (untied / "model.safetensors").rename(untied.parent / "outside.safetensors")

@@ -14,6 +14,7 @@ from tpu_compiler import requires_libtpu
 
 from dflash_jax import compile_check
 from dflash_jax.cli import load_config_file
+from dflash_jax.compile_report import Program, report
 from dflash_jax.compiled_work import Work, array_bytes, work_of
 from dflash_jax.config import to_experiment
 from dflash_jax.hardware import CHIPS, Hardware, HardwareError, hardware
@@ -21,6 +22,7 @@ from dflash_jax.models.family import parse_target_config
 from dflash_jax.sharding import MESH_AXES, make_mesh, mesh_sizes
 from dflash_jax.training.setup import mesh_for
 
+MESH = jax.sharding.AbstractMesh((1, 8, 1), ("data", "fsdp", "tensor"))
 PAPER = ["qwen3_4b", "qwen3_8b", "llama31_8b", "qwen3_8b_thinking", "qwen3_8b_long_context"]
 TINY = {
     "model_type": "qwen3",
@@ -192,24 +194,55 @@ def test_features_of_long_rows_are_divided_by_rows_and_positions(tmp_path):
 
 
 def test_what_does_not_fit_is_said_and_how_it_may():
-    models = compile_check.Models.__new__(compile_check.Models)
-    programs = [compile_check.Program("step", "2 × 4 rows", 1.0, temporary=90e9, results=0.0, work=Work(flops=459e12))]
+    programs = [Program("step", "2 × 4 rows", 1.0, temporary=90e9, work=Work(flops=459e12))]
     target = Hardware("v5p:2x2x2", CHIPS["v5p"], [], {})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compile_check, "resident", lambda models: {"target": 1e9})
-        models.mesh = jax.sharding.AbstractMesh((1, 8, 1), ("data", "fsdp", "tensor"))
-        text, fits = compile_check.report(models, programs, target)
+    text, fits = report({"target": 1e9}, MESH, programs, target)
     assert not fits and "| NO |" in text and "raise mesh.fsdp" in text
     assert "| 1e+03 | compute |" in text  # a second, of 459 TFLOP at 459 TFLOP/s
     assert "step: 2 × 4 rows; collectives none" in text
 
 
+def test_decoding_holds_its_caches_and_nothing_of_training():
+    kept, target = {"target": 60e9, "moments": 30e9}, Hardware("v5p:2x2x2", CHIPS["v5p"], [], {})
+    for given, fits in ((80e9, True), (94e9, False)):
+        text, does = report(kept, MESH, [Program("decode", "batch 1", 1.0, given=given, temporary=1e9)], target)
+        assert does is fits and f"holds {given / 1e9:.2f} GB" in text
+
+
+def test_a_program_that_a_compiler_finds_no_room_for_does_not_fit():
+    def fails(compiler_options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 21.19G exceeds 15.75G\nmore")
+
+    target = Hardware("v5e:1x1", CHIPS["v5e"], [], {})
+    program = compile_check.compiled("step", "2 rows", lambda: SimpleNamespace(compile=fails), target)
+    text, fits = report({"target": 1e9}, MESH, [program], target)
+    assert not fits and "| step | – | – | – | NO |" in text
+    assert "step: 2 rows; the compiler found no room: RESOURCE_EXHAUSTED: 21.19G exceeds 15.75G" in text
+
+
+@requires_libtpu
+def test_a_part_of_the_target_is_said_to_be_one(tmp_path, capsys):
+    command = [*arguments(tmp_path), "--hardware", "v5e:2x2", "--programs", "decode"]
+    with pytest.raises(SystemExit):
+        compile_check.main([*command, "--target_layers", "2"])
+    assert "compiled with 2 of the target's " in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        compile_check.main([*command, "--target_layers", "99"])
+    assert end.value.code == 2 and "--target_layers=99: the target has" in capsys.readouterr().err
+
+
 @requires_libtpu
 def test_wrong_arguments_are_refused_by_name(tmp_path, capsys):
+    for name in ("h200x0", "h200x16", "v6e:2x4x2", "v5p:2x2", ""):
+        with pytest.raises(HardwareError, match=f"hardware '{name}' is not known.*h200x1 to h200x8"):
+            hardware(name)
     with pytest.raises(HardwareError, match="hardware 'v9:2x2' is not known"):
         hardware("v9:2x2")
     with pytest.raises(HardwareError, match="does not know the slice"):
         hardware("v5e:3x7")
+    with pytest.raises(SystemExit):
+        compile_check.main([*arguments(tmp_path), "--hardware", "v5e:2x2,"])  # told before the first is compiled for
+    assert capsys.readouterr().out == ""
     with pytest.raises(SystemExit):
         compile_check.main([*arguments(tmp_path, mesh__data=3), "--hardware", "v5e:2x2"])
     message = "mesh data=3, fsdp=1, sequence=1, tensor=1: these sizes don't make up the 4 devices"

@@ -150,6 +150,13 @@ def test_what_two_processes_saved_is_exported_by_one(folder, alone, caplog):
     (folder / "repository" / "README.md").write_text("mine")
     with pytest.raises(CheckpointError, match="already has README.md"):
         export_checkpoint(directory, folder / "repository")
+    (folder / "repository" / "README.md").rename(folder / "repository" / "training.json")
+    with pytest.raises(CheckpointError, match="already has training.json"):
+        export_checkpoint(directory, folder / "repository")
+    with pytest.raises(CheckpointError, match="chats.jsonl' is a file; choose another name"):
+        export_checkpoint(directory, folder / "chats.jsonl")
+    with pytest.raises(CheckpointError, match=r"checkpoints/\d+ holds no training checkpoint.*which by step"):
+        export_checkpoint(directory / "checkpoints" / str(STEPS), folder / "other")
     with pytest.raises(CheckpointError, match="no checkpoint of step 7; there are"):
         export_checkpoint(directory, folder / "other", step=7)
     with pytest.raises(CheckpointError, match="holds no training checkpoint"):
@@ -234,6 +241,32 @@ def test_when_one_process_fails_the_other_ends_soon(folder, process, error, stat
     assert other.returncode != 0 and heard.strip()
 
 
+OTHERWISE = """
+import os, sys, train
+from dflash_jax.evaluation import training_run
+
+if os.environ["JAX_PROCESS_ID"] == "1":
+    {change}
+train.main(sys.argv)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("sys.argv += ['--config.optimizer.learning_rate=0.1']", "optimizer.learning_rate: 0.005 in process 0, 0.1 in"),
+        ("training_run.rows_fingerprint = lambda rows: 'others'", "data.heldout_file: "),
+    ],
+)
+def test_processes_with_other_settings_or_rows_are_refused_before_the_first_step(folder, change, named):
+    directory = folder / f"otherwise_{len(named)}"
+    running = start(config(folder, directory), 2, program=["-c", OTHERWISE.format(change=change)])
+    for process in running:
+        said = process.communicate(timeout=240)[0]
+        assert process.returncode == 2 and named in said and "Traceback" not in said, said
+    assert not saved_steps(directory)
+
+
 WAITING = """
 import time, jax
 from dflash_jax import processes
@@ -256,11 +289,39 @@ def test_one_that_hears_nothing_of_a_failed_process_ends_by_the_heartbeats(folde
     assert other.returncode != 0 and "another task died" in heard
 
 
+APART = """
+import sys
+from pathlib import Path
+from dflash_jax import agreement, processes
+
+processes.join()
+agreement.SHARED_SECONDS = 0.5
+import jax
+agreement.check_shared(Path(sys.argv[2]).parent)
+with processes.ending_at_once():
+    agreement.check_shared(Path(sys.argv[2]).parent / str(jax.process_index()))
+"""
+
+
+def test_a_directory_that_is_not_the_same_for_all_is_found(tmp_path):
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").mkdir()
+    for process in start(tmp_path / "file", 2, program=["-c", APART]):
+        said = process.communicate(timeout=100)[0]
+        assert process.returncode == 1 and "1 did not see in 0.5 s what process 0 wrote there" in said
+        assert "this process ends here, by its own error or another's end; the cause is above" in said
+    assert not [*tmp_path.glob("*/.*"), *tmp_path.glob(".*")]
+
+
 def test_a_part_of_the_variables_is_refused():
     with pytest.raises(ValueError, match="JAX_NUM_PROCESSES, JAX_PROCESS_ID: not set"):
         join({"JAX_COORDINATOR_ADDRESS": "host:1"})
     with pytest.raises(ValueError, match="JAX_PROCESS_ID=2 must be from 0 to below JAX_NUM_PROCESSES=2"):
         join({"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"})
+    with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS='host': must be host:port"):
+        join({"JAX_COORDINATOR_ADDRESS": "host", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"})
+    with pytest.raises(ValueError, match="SLURM_STEP_NUM_TASKS='two': must be a whole number"):
+        join({"SLURM_STEP_NUM_TASKS": "two"})
     assert not join({})
 
 

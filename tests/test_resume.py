@@ -14,7 +14,9 @@ import jax
 import pytest
 from tiny_run import bits, own_rows, read_metrics, settings, write_config, write_rows, write_target
 
+from dflash_jax.checkpoints.export import export_checkpoint
 from dflash_jax.checkpoints.huggingface import load_drafter
+from dflash_jax.checkpoints.safetensors_io import CheckpointError
 from dflash_jax.checkpoints.training_state import TrainingCheckpoints
 from dflash_jax.config import ConfigError
 from dflash_jax.evaluation.training_run import prepare
@@ -222,6 +224,18 @@ def test_a_run_with_other_settings_is_refused_by_field(folder, whole, tmp_path, 
     assert f"{tmp_path} holds a run with other settings" in str(error.value)
     assert message in str(error.value)
     assert "choose another checkpoint.directory" in str(error.value)
+
+
+@pytest.mark.parametrize("part", ["position", "state"])
+def test_a_damaged_checkpoint_is_named_with_the_one_before(folder, whole, tmp_path, part):
+    directory = tmp_path / "run"
+    shutil.copytree(whole.directory, directory)
+    shutil.rmtree(directory / "checkpoints" / "20" / part)
+    trainer = prepared(folder, directory, training__feature_cache=whole.experiment.training.feature_cache)
+    with pytest.raises(CheckpointError, match="checkpoints/20 can't be read .* that of step 10 is the newest"):
+        trainer.run()
+    with pytest.raises(CheckpointError, match="checkpoints/20 can't be read"):
+        export_checkpoint(directory, tmp_path / "exported")
 
 
 def test_what_only_watches_a_run_may_change(folder, whole, tmp_path):

@@ -1,10 +1,16 @@
 """Streaming: the pieces join to the text of `generate`, and no piece splits a character."""
 
+import gc
+import threading
+import time
+
+import jax
 import numpy as np
 import pytest
 from small_models import random_target, rigged, script, scripted
 
 from dflash_jax.decoding.generate import generate, stream
+from dflash_jax.decoding.streaming import Stream
 
 # One, two, three and four bytes a character, a combining accent, a joined emoji, and a character Unicode reserves
 # for bytes that are none, written out by the model itself.
@@ -50,6 +56,35 @@ def test_a_budget_that_cuts_a_character_gives_what_generate_gives(budget):
     target, _ = spoken("日本語")
     pieces = list(stream(target, PROMPT, max_new_tokens=budget))
     assert "".join(pieces) == generate(target, [PROMPT], max_new_tokens=budget)[0].text
+
+
+def test_an_abandoned_stream_frees_its_caches_and_its_thread():
+    """At once, not when a collector comes by, which does not know of a device's memory."""
+    target, rows = spoken()
+    drafter = rigged(rows, 2, width=8, vocab_size=256)
+
+    def left_open() -> Stream:
+        pieces = stream(target, PROMPT, drafter=drafter, width="adaptive", max_new_tokens=200)
+        assert next(pieces) + next(pieces)
+        return pieces
+
+    left_open()
+    gc.collect()
+    threads, arrays = threading.active_count(), len(jax.live_arrays())
+    gc.disable()
+    try:
+        for _ in range(3):
+            left_open()
+        closed = left_open()
+        closed.close()
+        assert list(closed) == [] and closed.stats is None
+        assert len(jax.live_arrays()) <= arrays
+    finally:
+        gc.enable()
+    until = time.monotonic() + 10  # a thread needs a moment to end
+    while threading.active_count() > threads and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() <= threads
 
 
 def test_options_are_those_of_generate():

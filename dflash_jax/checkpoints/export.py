@@ -52,7 +52,7 @@ def export_checkpoint(
         out: the folder to make.
         step: which checkpoint; default: the newest.
         dtype: of the weights in the file.
-        overwrite: whether a drafter and a README.md that are there already may be replaced.
+        overwrite: whether a drafter, a README.md and a training.json that are there already may be replaced.
         layout, verifier: as for `export_drafter`; verifier defaults to the run's name for its target.
 
     Returns:
@@ -67,9 +67,13 @@ def export_checkpoint(
     if verifier and layout != "speculators":
         raise CheckpointError(f"verifier={verifier!r}: the layout {layout} names no target; only speculators does")
     if not has_checkpoint(folder):
-        raise CheckpointError(f"{run} holds no training checkpoint; give the directory of a run")
-    if (Path(out) / "README.md").exists() and not overwrite:
-        raise CheckpointError(f"{out} already has README.md; choose another folder, or allow overwriting (overwrite)")
+        hint = "; it seems to be one: name its run, and which by step" if Path(run).name.isdigit() else ""
+        raise CheckpointError(f"{run} holds no training checkpoint; give the directory of a run{hint}")
+    if Path(out).exists() and not Path(out).is_dir():
+        raise CheckpointError(f"out={str(out)!r} is a file; choose another name for the folder")
+    for name in ("README.md", MADE_WITH):
+        if (Path(out) / name).exists() and not overwrite:
+            raise CheckpointError(f"{out} already has {name}; choose another folder, or allow overwriting (overwrite)")
     checkpoints = TrainingCheckpoints(folder)
     chosen = checkpoints.latest_step() if step is None else step
     if chosen not in checkpoints.steps():
@@ -107,7 +111,7 @@ def acceptance_of(metrics: Path, step: int) -> float | None:
     for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):  # a line that a killed run cut short
             measured = json.loads(line)
-            if measured["step"] == step:
+            if isinstance(measured, dict) and measured.get("step") == step:
                 found = measured.get("acceptance_length", found)
     return found
 
@@ -148,7 +152,7 @@ def _define_flags() -> None:
     flags.DEFINE_string("out", None, "The folder to make.", required=True)
     flags.DEFINE_integer("step", None, "Which checkpoint; default: the newest.", lower_bound=0)
     flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16"], "Of the weights.")
-    flags.DEFINE_bool("overwrite", False, "Replace a drafter and a README.md that are there already.")
+    flags.DEFINE_bool("overwrite", False, "Replace a drafter, a README.md and a training.json that are there already.")
     flags.DEFINE_enum("layout", "z-lab", get_args(Layout), "Of config.json.")
     flags.DEFINE_string("verifier", None, "Hub id of the target, for the speculators layout.")
 

@@ -109,7 +109,7 @@ class TensorFolder:
             try:
                 self._open[file_name] = self._stack.enter_context(safe_open(path, framework="numpy"))
             except SafetensorError as error:
-                raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+                raise CheckpointError(f"{path} is not a readable safetensors file: {error}{_hint(path)}") from error
         return self._open[file_name]
 
     def _handle(self, name: str):
@@ -124,6 +124,13 @@ class TensorFolder:
             ) from error
 
 
+def _hint(path: Path) -> str:
+    """What a file that is none may be."""
+    with path.open("rb") as file:
+        pointer = file.read(40).startswith(b"version https://git-lfs")
+    return "; it is a pointer of Git LFS: fetch the file itself (git lfs pull)" if pointer else "; was it cut short?"
+
+
 def read_index(path: Path) -> dict[str, str]:
     """Tensor name → shard file name, from a model.safetensors.index.json.
 
@@ -134,7 +141,7 @@ def read_index(path: Path) -> dict[str, str]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map from tensor names to shards")
-    for shard in set(weight_map.values()):
+    for shard in weight_map.values():
         # judged by name, not by resolving: hub caches hold the shards themselves as links to another folder
         if not isinstance(shard, str) or "/" in shard or "\\" in shard or not shard.endswith(".safetensors"):
             raise CheckpointError(f"{path} names the shard {shard!r}; a shard must be a .safetensors file beside it")

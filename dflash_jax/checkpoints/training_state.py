@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from dflash_jax.checkpoints.safetensors_io import CheckpointError
+
 
 class TrainingCheckpoints:
-    """A directory of step-numbered checkpoints, written whole or not at all, the oldest deleted beyond `keep`."""
+    """A directory of step-numbered checkpoints, written whole or not at all, the oldest deleted beyond `keep`.
+
+    Methods that read raise CheckpointError where a checkpoint was damaged since, or holds other arrays.
+    """
 
     def __init__(self, directory: str | Path, *, keep: int | None = None):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
@@ -34,16 +41,14 @@ class TrainingCheckpoints:
 
     def restore_position(self, step: int) -> dict[str, Any]:
         """The JSON dictionary of a checkpoint."""
-        return self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore()))["position"]
+        with self._reading(step):
+            return self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore()))["position"]
 
     def restore(self, step: int, like: Any) -> Any:
-        """The state of a checkpoint, in the structure, shapes, dtypes and shardings of `like`.
-
-        Raises:
-            ValueError: when the checkpoint holds other arrays than `like`.
-        """
+        """The state of a checkpoint, in the structure, shapes, dtypes and shardings of `like`."""
         arguments = ocp.args.Composite(state=ocp.args.StandardRestore(_named(like)))
-        named = self._manager.restore(step, args=arguments)["state"]
+        with self._reading(step):
+            named = self._manager.restore(step, args=arguments)["state"]
         leaves = [named[name] for name in _named(like)]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -57,9 +62,22 @@ class TrainingCheckpoints:
         arguments = ocp.args.PyTreeRestore(
             shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes), partial_restore=True
         )
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        with self._reading(step), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             named = reader.restore(self._directory / str(step) / "state", args=arguments)
         return jax.tree.unflatten(jax.tree.structure(like), [named[path] for path in shapes])
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """What Orbax raises in here, of many types, becomes an error that names the checkpoint."""
+        try:
+            yield
+        except Exception as error:
+            earlier = [str(other) for other in self.steps() if other < step]
+            told = (str(error) or type(error).__name__).strip().splitlines()[0][:300]
+            raise CheckpointError(
+                f"checkpoint {self._directory / str(step)} can't be read ({told}); once this folder is moved away, "
+                f"{'that of step ' + earlier[-1] if earlier else 'none'} is the newest"
+            ) from error
 
     def close(self) -> None:
         """Waits for what is being written."""

@@ -124,6 +124,8 @@ def generate(
         idle = clock.stats(0.0, {}, [])
         return [Generation([], "", len(prompt), [], [], "length", idle) for prompt in request.prompts]
     size = min(batch_size or len(request.prompts), len(request.prompts))
+    if not (isinstance(progress, (bool, str)) or callable(progress)):
+        raise ValueError(f"progress={progress!r} must be True, False, a label or a function")
     label = progress if isinstance(progress, str) else None
     shown = progress is True or label is not None
     with tqdm(total=len(request.prompts), desc=label, unit="prompt", disable=not shown) as bar:

@@ -4,10 +4,10 @@
     python -m dflash_jax.evaluation.benchmark --config configs/smollm2_benchmark.py --config.prompts.sets=my.jsonl
 
 Prints tables laid out as the DFlash paper's, and writes results.json, table.md and plot.png (with matplotlib) into
-config.output.directory: the first two after every group of cells, with "complete": false until all are measured, so
-that a benchmark that is cut off keeps what it measured. What is being measured is told on stderr. Both arms of a cell
-decode the same prompts with the same settings and seeds, in turn: once to compile, and then decoding.repetitions times,
-of which the median time counts. Wrong settings or files: status 2.
+config.output.directory: the first two after every group of cells, as unfinished.results.json and unfinished.table.md
+until all are measured, so that a benchmark that is cut off keeps what it measured. What is being measured is told on
+stderr. Both arms of a cell decode the same prompts with the same settings and seeds, in turn: once to compile, and then
+decoding.repetitions times, of which the median time counts. Wrong settings or files: status 2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dflash_jax.data.presets import read_prompts
 from dflash_jax.data.prompts import encode_prompts
 from dflash_jax.decoding.generate import Generation, generate
 from dflash_jax.evaluation.benchmark_config import PARTS, BenchmarkConfig, DecodingConfig, to_benchmark
-from dflash_jax.evaluation.benchmark_files import RESULTS, check_writable, write
+from dflash_jax.evaluation.benchmark_files import RESULTS, UNFINISHED, check_writable, write
 from dflash_jax.evaluation.benchmark_results import Arm, Cell, PromptSet, Results
 from dflash_jax.evaluation.benchmark_tables import tables
 from dflash_jax.evaluation.heldout import DecodingReport, decoding_report
@@ -259,7 +259,7 @@ def _keep(results: Results, directory: Path) -> None:
     except OSError as error:
         logger.warning("output.directory=%r: not written yet: %s", str(directory), error)
     else:
-        logger.info("%d cells so far are in %s", len(results.cells), directory / RESULTS)
+        logger.info("%d cells so far are in %s", len(results.cells), directory / (UNFINISHED + RESULTS))
 
 
 @ending_when_interrupted()

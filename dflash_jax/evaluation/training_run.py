@@ -15,8 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from dflash_jax.agreement import check_equal
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, read_target_config
-from dflash_jax.config import ConfigError, ExperimentConfig, MeshConfig, naming
+from dflash_jax.config import PARTS, ConfigError, ExperimentConfig, MeshConfig, naming
 from dflash_jax.data.draft_vocabulary import count_answer_tokens, most_frequent
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.packing import PackedPlan
@@ -54,6 +55,7 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
     """Loads target, data and the drafter to start from; `run` of what is returned trains. Errors as `train`."""
     check_trackers(experiment.logging)
     check_joined()
+    check_equal(_decisive(experiment) | {"version of jax": jax.__version__})
     if jax.process_count() > 1:
         _check_for_many_processes(experiment)
     mesh = mesh_of_run(experiment, devices_for(experiment.mesh))
@@ -61,6 +63,12 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
     target = load_target_for(experiment, mesh)
     with on_mesh(mesh):
         return _prepare(experiment, target)
+
+
+def _decisive(experiment: ExperimentConfig) -> dict[str, Any]:
+    """part.field → value, of all that processes have to agree on."""
+    parts = {part: dataclasses.asdict(getattr(experiment, part)) for part in PARTS if part != "logging"}
+    return {f"{part}.{name}": value for part, fields in parts.items() for name, value in fields.items()}
 
 
 def _check_before_loading(experiment: ExperimentConfig) -> None:

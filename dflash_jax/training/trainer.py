@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from dflash_jax.agreement import agreed, check_equal, check_shared
 from dflash_jax.checkpoints.drafter_export import export_drafter
 from dflash_jax.checkpoints.export import CHECKPOINTS, METRICS
 from dflash_jax.checkpoints.huggingface import MADE_WITH, LoadedDrafter, LoadedTarget
@@ -26,7 +27,7 @@ from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.pipeline import Batches
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.family import DrafterConfig, drafter_config_to_dict
-from dflash_jax.processes import Stopped, StopRequest, agreed, is_first
+from dflash_jax.processes import Stopped, StopRequest, is_first
 from dflash_jax.sharding import mesh_of, on_mesh, place_parameters, to_devices
 from dflash_jax.training.features import FeatureSource, OnlineFeatures
 from dflash_jax.training.flops import drafter_flops, feature_flops, peak_flops
@@ -135,7 +136,11 @@ class Trainer:
 
         Raises:
             ConfigError: the directory holds another run, or a package for logging is missing.
+            CheckpointError: the newest checkpoint is damaged.
+            ValueError: of several processes one has other rows, another target, or another file system.
         """
+        check_equal(self.inputs)
+        check_shared(self.directory)
         with on_mesh(self.mesh), self.stop, contextlib.ExitStack() as closing:
             self._resume()
             if is_first():
@@ -344,7 +349,7 @@ def _forget_after(path: Path, step: int) -> None:
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # the last line may be cut short
+        with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):  # the last line may be cut short
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
     path.write_text("".join(kept), encoding="utf-8")
