@@ -6,11 +6,13 @@ first wrong value with a traceback, and know no None.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import re
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from dflash_jax.cli_help import asks_for_help
 from dflash_jax.config import PARTS, ExperimentConfig, to_experiment
 from dflash_jax.config_parts import ConfigError, Parts, from_text
 
+AGAIN_SECONDS = 0.05
 NO_ADVICE = ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # to install PyTorch; read when transformers is imported
 
 
@@ -121,10 +124,31 @@ def ending_when_interrupted(*, goes_on: bool = False) -> Iterator[None]:
         goes_on: whether the same command, given again, goes on where this one stopped.
     """
     try:
-        yield
+        with _losing_no_interrupt():
+            yield
     except KeyboardInterrupt:
         print("interrupted" + "; the same command goes on where it stopped" * goes_on, file=sys.stderr)
         raise SystemExit(130) from None
+
+
+@contextlib.contextmanager
+def _losing_no_interrupt() -> Iterator[None]:
+    """Python drops what is raised in a callback of its garbage collector, where JAX has one, Ctrl-C too: it is sent
+    again a moment later."""
+    before = sys.unraisablehook
+
+    def again(unraisable) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            return before(unraisable)
+        timer = threading.Timer(AGAIN_SECONDS, _thread.interrupt_main)
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def parsed_flags(argv: Sequence[str]) -> list[str]:

@@ -1,7 +1,10 @@
 """Ctrl-C ends every command with one line and status 130."""
 
 import contextlib
+import gc
+import signal
 import sys
+import time
 
 import pytest
 from absl import flags
@@ -55,3 +58,21 @@ def test_a_command_of_a_config(monkeypatch, capsys, main, read, said):
     monkeypatch.setattr(train, "experiment_from_flags", interrupted)
     with ending_with(said, capsys):
         main(["command", "--config=x.py", "--out=x"] if main is features.main else ["command", "--config=x.py"])
+
+
+def test_ctrl_c_in_the_garbage_collector_is_not_lost(capsys):
+    """Where JAX has a callback, and Python only reports what is raised."""
+
+    def interrupt(phase, info):
+        gc.callbacks.remove(interrupt)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with ending_with("interrupted", capsys), cli.ending_when_interrupted():
+            gc.callbacks.append(interrupt)
+            gc.collect()
+            time.sleep(10)
+            pytest.fail("went on")
+    finally:
+        signal.signal(signal.SIGINT, before)
