@@ -60,8 +60,8 @@ def check_shared(directory: Path) -> None:
         token.unlink()
     if blind:
         raise ValueError(
-            f"{directory} has to be in a file system of all processes: {', '.join(map(str, blind))} did not see in "
-            f"{SHARED_SECONDS} s what process 0 wrote there"
+            f"must be one directory for all processes: {', '.join(map(str, blind))} did not see in {SHARED_SECONDS} s "
+            "what process 0 wrote there"
         )
 
 

@@ -45,6 +45,8 @@ def experiment_from_flags(argv: Sequence[str]) -> ExperimentConfig:
 def settings_from_flags(argv: Sequence[str], parts: Parts, *, example: str) -> dict[str, Any]:
     """The settings that a command line asks for, not checked yet; arguments and errors as `experiment_from_flags`.
 
+    It is the first that such a command does, so it silences transformers, too.
+
     Args:
         parts: that a config file of this command has.
         example: a config file of it, for messages.

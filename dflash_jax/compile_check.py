@@ -228,9 +228,8 @@ def known_target(source: str, file: str | None) -> TargetConfig:
         raise ConfigError(f"{chosen}: {error}") from error
 
 
-def check(experiment: ExperimentConfig, config: TargetConfig, target: Hardware, options) -> bool:
+def check(experiment: ExperimentConfig, config: TargetConfig, target: Hardware, mesh: Mesh, options) -> bool:
     """Compiles the programs that were asked for, prints the report, and says whether all fit."""
-    mesh = mesh_for(experiment, config, target.devices)
     models = Models(experiment, config, mesh)
     decoded = {"batch": options.decode_batch, "context": options.decode_context}
     known = {
@@ -297,8 +296,10 @@ def main(argv: list[str]) -> None:
             print(f"compiled with {layers} only: the whole needs more", flush=True)
             config = dataclasses.replace(config, num_layers=options.target_layers)
             experiment = _with_taps_in(experiment, options.target_layers)
-        targets = [hardware(name) for name in options.hardware.split(",")]  # before the first is compiled for
-        fits = [check(experiment, config, target, options) for target in targets]
+        # All of them, before the first is compiled for.
+        targets = [hardware(name) for name in options.hardware.split(",")]
+        meshes = [mesh_for(experiment, config, target.devices) for target in targets]
+        fits = [check(experiment, config, target, mesh, options) for target, mesh in zip(targets, meshes, strict=True)]
     except ValueError as error:
         exit_with(error)
     sys.exit(0 if all(fits) else 1)

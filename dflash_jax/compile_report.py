@@ -54,17 +54,20 @@ def report(kept: Mapping[str, float], mesh: Mesh, programs: Sequence[Program], t
         _row(*_COLUMNS),
         "|---" * len(_COLUMNS) + "|",
     ]
-    peaks = [_peak(program, total) for program in programs]
-    fits = all(peak <= room for peak in peaks)
-    for program, peak in zip(programs, peaks, strict=True):
-        lines.append(_row(program.name, *_figures(program, peak, peak <= room, chip), f"{program.seconds:.0f} s"))
+    peaks = {program.name: _peak(program, total) for program in programs}
+    too_large = {name for name, peak in peaks.items() if peak > room}
+    for program in programs:
+        figures = _figures(program, peaks[program.name], program.name not in too_large, chip)
+        lines.append(_row(program.name, *figures, f"{program.seconds:.0f} s"))
     lines += map(_told, programs)
-    if not fits:
+    if too_large - {"decode"}:
         lines.append(
             "Does not fit: raise mesh.fsdp (parameters, moments), training.accumulation, mesh.data or, for long rows, "
             "mesh.sequence (activations), or lower training.rows_per_step (features), training.loss_chunk."
         )
-    return "\n".join(lines), fits
+    if "decode" in too_large:
+        lines.append("Decoding does not fit: raise mesh.tensor, or lower --decode_batch, --decode_context.")
+    return "\n".join(lines), not too_large
 
 
 def _peak(program: Program, kept: float) -> float:

@@ -207,6 +207,7 @@ def test_decoding_holds_its_caches_and_nothing_of_training():
     for given, fits in ((80e9, True), (94e9, False)):
         text, does = report(kept, MESH, [Program("decode", "batch 1", 1.0, given=given, temporary=1e9)], target)
         assert does is fits and f"holds {given / 1e9:.2f} GB" in text
+        assert ("Decoding does not fit: raise mesh.tensor" in text) is not fits and "mesh.fsdp" not in text
 
 
 def test_a_program_that_a_compiler_finds_no_room_for_does_not_fit():
@@ -243,6 +244,10 @@ def test_wrong_arguments_are_refused_by_name(tmp_path, capsys):
     with pytest.raises(SystemExit):
         compile_check.main([*arguments(tmp_path), "--hardware", "v5e:2x2,"])  # told before the first is compiled for
     assert capsys.readouterr().out == ""
+    with pytest.raises(SystemExit):
+        compile_check.main([*arguments(tmp_path, mesh__data=4), "--hardware", "v5e:2x2,v5e:2x4"])
+    said = capsys.readouterr()
+    assert said.out == "" and "don't make up the 8 devices" in said.err
     with pytest.raises(SystemExit):
         compile_check.main([*arguments(tmp_path, mesh__data=3), "--hardware", "v5e:2x2"])
     message = "mesh data=3, fsdp=1, sequence=1, tensor=1: these sizes don't make up the 4 devices"

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_jax.cli import settings_from_flags
+from dflash_jax.config import PARTS
+
 ROOT = Path(__file__).parents[1]
 COMMAND = """
 from absl import logging
@@ -39,3 +42,10 @@ def test_commands_import_transformers_only_once_they_have_silenced_it():
     imports = ", ".join(f"dflash_jax.{name}" for name in modules)
     script = f"import sys, {imports}; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+def test_commands_of_a_config_silence_it_too(monkeypatch):
+    monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "")
+    monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS")
+    settings_from_flags(["train.py", f"--config={ROOT}/configs/smollm2_quickstart.py"], PARTS, example="x.py")
+    assert os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] == "1"

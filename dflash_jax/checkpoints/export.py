@@ -59,8 +59,8 @@ def export_checkpoint(
         The folder.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is of a version without a drafter's description, or a drafter
-            is there already.
+        CheckpointError: there is no such checkpoint, it is damaged or of a version without a drafter's description, or
+            a drafter is there already.
         ConfigError: the layout can't describe this drafter.
     """
     folder = Path(run) / CHECKPOINTS if (Path(run) / CHECKPOINTS).is_dir() else Path(run)

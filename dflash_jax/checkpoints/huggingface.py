@@ -286,9 +286,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     """The tokenizer of a checkpoint folder, or None when it has no tokenizer.json."""
     if not (folder / "tokenizer.json").exists():
         return None
-    # the class that takes tokenizer.json as it is; family classes of transformers 5 rebuild parts of it
     from transformers import PreTrainedTokenizerFast
 
+    # the class that takes tokenizer.json as it is; family classes of transformers 5 rebuild parts of it
     return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
 
 

@@ -120,12 +120,12 @@ def generate(
     request = checked_request(target, prompts, options)
     if batch_size is not None and not (isinstance(batch_size, (int, np.integer)) and batch_size >= 1):
         raise ValueError(f"batch_size={batch_size!r} must be an integer of at least 1, or None")
+    if not (isinstance(progress, (bool, str)) or callable(progress)):
+        raise ValueError(f"progress={progress!r} must be True, False, a label or a function")
     if max_new_tokens == 0 or not request.prompts:
         idle = clock.stats(0.0, {}, [])
         return [Generation([], "", len(prompt), [], [], "length", idle) for prompt in request.prompts]
     size = min(batch_size or len(request.prompts), len(request.prompts))
-    if not (isinstance(progress, (bool, str)) or callable(progress)):
-        raise ValueError(f"progress={progress!r} must be True, False, a label or a function")
     label = progress if isinstance(progress, str) else None
     shown = progress is True or label is not None
     with tqdm(total=len(request.prompts), desc=label, unit="prompt", disable=not shown) as bar:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from dflash_jax.agreement import check_equal
 from dflash_jax.checkpoints.huggingface import LoadedDrafter, LoadedTarget, read_target_config
-from dflash_jax.config import PARTS, ConfigError, ExperimentConfig, MeshConfig, naming
+from dflash_jax.config import ConfigError, ExperimentConfig, MeshConfig, naming
 from dflash_jax.data.draft_vocabulary import count_answer_tokens, most_frequent
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.packing import PackedPlan
@@ -34,6 +34,7 @@ from dflash_jax.training.features import FeatureSource, OnlineFeatures, feature_
 from dflash_jax.training.initialise import parameter_count
 from dflash_jax.training.offline import load_target_for, stored_features, stored_schema
 from dflash_jax.training.regression_start import drafter_by_regression, row_moments
+from dflash_jax.training.same_run import common_fields
 from dflash_jax.training.setup import mask_and_taps, mesh_for, starting_drafter, starts_from_target, step_settings
 from dflash_jax.training.step import VocabularyTables
 from dflash_jax.training.trackers import check_trackers
@@ -55,7 +56,7 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
     """Loads target, data and the drafter to start from; `run` of what is returned trains. Errors as `train`."""
     check_trackers(experiment.logging)
     check_joined()
-    check_equal(_decisive(experiment) | {"version of jax": jax.__version__})
+    check_equal(common_fields(experiment) | {"version of jax": jax.__version__})
     if jax.process_count() > 1:
         _check_for_many_processes(experiment)
     mesh = mesh_of_run(experiment, devices_for(experiment.mesh))
@@ -63,12 +64,6 @@ def prepare(experiment: ExperimentConfig) -> Trainer:
     target = load_target_for(experiment, mesh)
     with on_mesh(mesh):
         return _prepare(experiment, target)
-
-
-def _decisive(experiment: ExperimentConfig) -> dict[str, Any]:
-    """part.field → value, of all that processes have to agree on."""
-    parts = {part: dataclasses.asdict(getattr(experiment, part)) for part in PARTS if part != "logging"}
-    return {f"{part}.{name}": value for part, fields in parts.items() for name, value in fields.items()}
 
 
 def _check_before_loading(experiment: ExperimentConfig) -> None:

@@ -1,4 +1,5 @@
-"""Whether a run may go on from a checkpoint: with the settings, and the content of the files, that it began with."""
+"""What makes a run one run: the settings, and the content of the files, that it began with, and that all its processes
+have."""
 
 from __future__ import annotations
 
@@ -54,6 +55,12 @@ def check_same_run(
     if sources:
         moved.append(f"the source of features has changed, and with it perhaps the last bits ({'; '.join(sources)})")
     return moved
+
+
+def common_fields(experiment: ExperimentConfig) -> dict[str, Any]:
+    """part.field → value as JSON has it, of all that processes of one run need to have in common: all but logging."""
+    parts = _as_saved({name: getattr(experiment, name) for name in PARTS if name != "logging"})
+    return {f"{part}.{name}": value for part, fields in parts.items() for name, value in fields.items()}
 
 
 def _changed(saved: Mapping[str, Any], experiment: ExperimentConfig) -> list[tuple[str, Any, Any]]:

@@ -22,7 +22,7 @@ from dflash_jax.checkpoints.drafter_export import export_drafter
 from dflash_jax.checkpoints.export import CHECKPOINTS, METRICS
 from dflash_jax.checkpoints.huggingface import MADE_WITH, LoadedDrafter, LoadedTarget
 from dflash_jax.checkpoints.training_state import TrainingCheckpoints
-from dflash_jax.config import ConfigError, ExperimentConfig
+from dflash_jax.config import ConfigError, ExperimentConfig, naming
 from dflash_jax.data.loader import PreparedBatches
 from dflash_jax.data.pipeline import Batches
 from dflash_jax.models.drafter import Drafter
@@ -135,12 +135,14 @@ class Trainer:
         """Trains from the newest checkpoint, or from the start, to the configured step; returns what was kept.
 
         Raises:
-            ConfigError: the directory holds another run, or a package for logging is missing.
+            ConfigError: the directory holds another run, or is not the same for all processes, or a package for logging
+                is missing.
             CheckpointError: the newest checkpoint is damaged.
-            ValueError: of several processes one has other rows, another target, or another file system.
+            ValueError: of several processes one has other rows or another target.
         """
         check_equal(self.inputs)
-        check_shared(self.directory)
+        with naming("checkpoint.directory", str(self.directory)):
+            check_shared(self.directory)
         with on_mesh(self.mesh), self.stop, contextlib.ExitStack() as closing:
             self._resume()
             if is_first():
