@@ -7,6 +7,7 @@ first wrong value with a traceback, and know no None.
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
 import os
 import re
@@ -26,6 +27,7 @@ from dflash_jax.config import PARTS, ExperimentConfig, to_experiment
 from dflash_jax.config_parts import ConfigError, Parts, from_text
 
 AGAIN_SECONDS = 0.05
+INTERRUPTED = 130  # the status of a program that Ctrl-C ended, as shells have it
 NO_ADVICE = ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # to install PyTorch; read when transformers is imported
 
 
@@ -120,7 +122,7 @@ def quieten_libraries() -> None:
 
 @contextlib.contextmanager
 def ending_when_interrupted(*, goes_on: bool = False) -> Iterator[None]:
-    """Ctrl-C in here ends the program with one line and status 130, as shells have it, without a traceback.
+    """Ctrl-C in here ends the program with one line and status INTERRUPTED, without a traceback.
 
     Args:
         goes_on: whether the same command, given again, goes on where this one stopped.
@@ -130,7 +132,24 @@ def ending_when_interrupted(*, goes_on: bool = False) -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         print("interrupted" + "; the same command goes on where it stopped" * goes_on, file=sys.stderr)
-        raise SystemExit(130) from None
+        _interrupted.set()
+        raise SystemExit(INTERRUPTED) from None
+
+
+_interrupted = threading.Event()
+
+
+@atexit.register
+def _end_before_teardown() -> None:
+    """Ends an interrupted program before the interpreter and its libraries are taken down.
+
+    JAX lets Ctrl-C in while XLA compiles, and XLA goes on in threads of its own, which would crash then. Of what else
+    happens at exit, all that was registered after this has happened; before it, in some commands, only JAX.
+    """
+    if _interrupted.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
 
 
 @contextlib.contextmanager

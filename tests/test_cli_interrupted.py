@@ -2,8 +2,11 @@
 
 import contextlib
 import gc
+import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -13,6 +16,30 @@ import train
 from dflash_jax import cli
 from dflash_jax.data import features
 from dflash_jax.evaluation import benchmark
+
+# XLA needs seconds for it, and is interrupted in the first of them.
+INTERRUPTED_COMPILATION = """
+import atexit, os, signal, threading
+from dflash_jax.cli import ending_when_interrupted
+import jax, jax.numpy as jnp
+
+def chain(x):
+    for i in range(300):
+        x = jnp.tanh(x @ x.T + i * jnp.sin(x))
+    return x
+
+atexit.register(print, "left in order", end="")
+with ending_when_interrupted():
+    lowered = jax.jit(chain).lower(jnp.ones((64, 64)))
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    lowered.compile()
+    print("compiled")
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_interrupt_outlives_a_test(monkeypatch):
+    monkeypatch.setattr(cli, "_interrupted", threading.Event())
 
 
 def interrupted(*_, **__):
@@ -76,3 +103,11 @@ def test_ctrl_c_in_the_garbage_collector_is_not_lost(capsys):
             pytest.fail("went on")
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_while_xla_compiles_is_no_crash():
+    slow = {name: text for name, text in os.environ.items() if name not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_COMPILATION], env=slow, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "left in order", "interrupted\n")
