@@ -110,6 +110,11 @@ def always(accept: float):
     return lambda at: lambda slot: accept
 
 
+def right_in(slots: int):
+    """A drafter that is right in the first slots of a block, always, and never beyond."""
+    return lambda at: lambda slot: float(slot <= slots)
+
+
 def fading(at: int):
     """A drafter whose slots get worse one by one, from 0.95 down."""
     return lambda slot: 0.95 * 0.97**slot
@@ -206,6 +211,15 @@ def test_what_a_call_has_gained_is_not_the_next_ones_to_lose(seed):
 def test_short_calls_run_as_at_the_best_fixed_width(table, call):
     """Though one unlucky wide round is all that such a call by itself may lose."""
     assert share_of_best(table, 0.9, tokens=2000, seeds=12, call=call) >= 0.95
+
+
+@pytest.mark.parametrize("table", [TWO_CORES, ACCELERATOR, BATCH_OF_8])
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 7, 11, W - 1])
+def test_a_drafter_that_is_right_in_some_slots_runs_as_at_the_width_for_them(table, slots):
+    """In calls of 64 tokens, which don't find out again and again that a wider round gives no more."""
+    accept, calls = right_in(slots), {"tokens": 12 * 64, "call": 64}
+    best = min(fixed_seconds(table, width, accept(0), seed=0, **calls) for width in table)
+    assert best >= 0.965 * Simulation(table, accept, **calls).seconds
 
 
 @TABLES

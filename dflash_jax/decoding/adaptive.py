@@ -7,7 +7,7 @@ drafted, and after a while that doubles each time in vain it is tried again.
 What a call can lose against plain decoding is bounded: rounds that are expected to cost more than they give are only
 run on an allowance of 4 plain rounds and 2 % of the tokens so far. The next call with the same drafter goes on where
 this one ended: with what was lost and not made up for, up to a limit, or with some of what was gained, which it may
-lose besides, with half of what was learned of the slots, and with the rest that was begun, if it is short.
+lose besides, with half of what was learned of the slots, or a little, and with the rest that was begun, if it is short.
 
 What was timed long ago says little of a busy machine: plain rounds are timed anew, and so is a width that may be better
 than the one in use. Not in the bound: costs measured wrong, the first rounds of a width that cost more than twice those
@@ -31,6 +31,8 @@ HALF_LIFE = 32  # rounds after which what was accepted counts half
 FAR_HALF_LIFE = 128  # the same for slots that the present width does not reach
 PRIOR = 2.0  # rounds' worth of belief that slot 1 is right
 DEEP_PRIOR = 4.0  # and that a later slot, where those before it were right, is as good as the last of them
+PRIOR_HALVES = 16.0  # rounds, of those that count of a slot, that make half of such a belief
+REMEMBERED = 4.0  # rounds' worth of what a slot did, down to which a new call halves it
 FIRST_REST, LONGEST_REST = 16, 256  # plain rounds before drafting is tried again
 LONGEST_CHUNK = 16  # rounds between two looks
 TRUSTED_ROUNDS = 3  # fewer timed rounds of a width are not held against it
@@ -146,7 +148,9 @@ class WidthController:
         lost = max(0.0, self._debt - ALLOWANCE_SHARE * self._tokens) + max(min(0.0, self._debt), -ALLOWANCE)
         self._debt_before += lost - self._debt
         self._tokens, self._debt = 0.0, lost
-        self._tried, self._kept = [x / 2 for x in self._tried], [x / 2 for x in self._kept]
+        shares = [min(1.0, max(0.5, REMEMBERED / tried)) if tried else 1.0 for tried in self._tried]
+        self._tried = [share * tried for share, tried in zip(shares, self._tried, strict=True)]
+        self._kept = [share * kept for share, kept in zip(shares, self._kept, strict=True)]
         self._rest = min(self._rest, FIRST_REST)
         self._width, self._chunk = 0, 1
 
@@ -218,6 +222,7 @@ class WidthController:
         known = [self.costs.get(width) is not None for width in self.widths]
         tokens, survival, acceptance, prior = [1.0], 1.0, 1.0, PRIOR
         for tried, kept in zip(self._tried[1:], self._kept[1:], strict=True):
+            prior /= 1 + tried / PRIOR_HALVES
             acceptance = (kept + prior * acceptance) / (tried + prior)
             prior = DEEP_PRIOR
             survival *= acceptance
