@@ -1,7 +1,10 @@
 """Adaptive width in the decoding loop: the text is the same, and rounds go where they pay."""
 
 import functools
+import sys
+import threading
 import time
+import types
 import weakref
 
 import jax
@@ -11,7 +14,7 @@ import pytest
 from small_models import RiggedDrafter, random_drafter, random_prompts, random_target, rigged, script, scripted
 
 from dflash_jax.checkpoints.huggingface import LoadedDrafter
-from dflash_jax.decoding import runner
+from dflash_jax.decoding import request, runner
 from dflash_jax.decoding.adaptive import RoundCosts
 from dflash_jax.decoding.flat import flatten
 from dflash_jax.decoding.generate import generate, stream
@@ -155,6 +158,36 @@ def test_what_was_asked_for_last_is_kept():
     kept = recent.get("a", list)
     assert kept == ["a"] and recent.get("b", list) == [] and recent.get("a", list) is kept
     assert len(recent) == 2
+
+
+def test_threads_may_share_what_is_remembered():
+    recent, wrong = Recent(1), []
+
+    def ask(key: int) -> None:
+        for _ in range(3000):
+            try:
+                wrong.extend(value for value in recent.get(key, lambda: [key]) if value != key)
+            except Exception as error:
+                wrong.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=ask, args=(key,)) for key in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+
+
+def test_devices_of_several_processes_are_refused(monkeypatch):
+    """Their clocks differ, so they would choose other widths."""
+    monkeypatch.setattr(request, "mesh_of", lambda _: types.SimpleNamespace(is_multi_process=True))
+    with pytest.raises(ValueError, match="width='adaptive' works on the devices of one process"):
+        generate(TARGET, PROMPTS, drafter=DRAFTER, width="adaptive")
 
 
 def test_sampled_proposals_are_refused():

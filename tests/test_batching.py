@@ -39,9 +39,8 @@ def wanted(row: int, budget: int = LONGEST) -> list[int]:
 
 def decode(rows, drafter=DRAFTER, *, size: int, budget: int = LONGEST, **options):
     prompts = [PROMPTS[row] for row in rows]
-    return generate(
-        TARGET, prompts, drafter=drafter, max_new_tokens=budget, stop_token_ids=stops(), batch_size=size, **options
-    )
+    options = {"drafter": drafter, "max_new_tokens": budget, "stop_token_ids": stops(), "batch_size": size} | options
+    return generate(TARGET, prompts, **options)
 
 
 def test_refilled_slots_give_every_row_what_it_gets_alone():
@@ -52,6 +51,15 @@ def test_refilled_slots_give_every_row_what_it_gets_alone():
         assert result.prompt_length == len(prompt)
         assert sum(result.acceptance_lengths) == len(result.tokens) - 1
         assert result.finish_reason == ("stop" if result.tokens[-1] in stops() else "length")
+
+
+def test_a_hundred_greedy_tokens_of_a_row_are_those_it_gets_alone():
+    """With the drafter in slots that are refilled, and without it one by one."""
+    options = {"max_new_tokens": 100, "stop_token_ids": []}
+    results = generate(TARGET, PROMPTS, drafter=DRAFTER, batch_size=3, **options)
+    assert [len(result.tokens) for result in results] == [100] * len(PROMPTS)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert result.tokens == generate(TARGET, [prompt], **options)[0].tokens
 
 
 def test_a_slot_does_not_wait_for_its_neighbours():
@@ -72,11 +80,19 @@ def test_more_prompts_compile_nothing_new():
     assert [function._cache_size() for function in (prefill, replace_row, run_rounds)] == before
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(rows=st.lists(st.sampled_from(ALL), min_size=1, max_size=6), budget=st.integers(0, LONGEST))
-def test_any_prompts_and_any_budget(rows, budget):
-    results = decode(rows, size=2, budget=budget)
-    assert [result.tokens for result in results] == [wanted(row, budget) for row in rows]
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(st.sampled_from(ALL), min_size=1, max_size=6),
+    budget=st.integers(0, LONGEST),
+    stopping=st.booleans(),
+    width=st.sampled_from([2, W, "adaptive"]),
+    size=st.integers(1, 3),
+)
+def test_any_prompts_budget_stops_width_and_batch_size(rows, budget, stopping, width, size):
+    chosen = {} if stopping else {"stop_token_ids": []}
+    results = decode(rows, size=size, budget=budget, width=width, **chosen)
+    texts = [wanted(row, budget) if stopping else alone(row)[:budget] for row in rows]
+    assert [result.tokens for result in results] == texts
     assert [sum(r.acceptance_lengths) for r in results] == [max(0, len(r.tokens) - 1) for r in results]
 
 

@@ -277,3 +277,6 @@ def test_the_comparison_says_what_was_measured():
     other = Comparison(dataclasses.replace(drafted, tokens=[0] * 13), plain, width=4)
     assert not other.same
     assert other.table().endswith("identical tokens   NO")
+    drawn = dataclasses.replace(other, drawn=True)
+    assert drawn.table().endswith("identical tokens   no: sampled proposals draw other texts, equally likely")
+    assert dataclasses.replace(comparison, drawn=True).table().endswith("identical tokens   yes")

@@ -81,6 +81,36 @@ def test_streams_tell_what_generate_tells():
             assert getattr(pieces.stats, name) == getattr(wanted, name)
 
 
+def test_a_call_launches_its_rounds_at_once(monkeypatch):
+    """And again only where a slot comes free while prompts wait."""
+    launched = []
+    run_rounds = runner.run_rounds
+    monkeypatch.setattr(runner, "run_rounds", lambda *a, **k: launched.append(1) or run_rounds(*a, **k))
+    assert run(2, 31).stats.batch_rounds == 10 and len(launched) == 1
+    target, prompts = random_target(num_layers=1), random_prompts([3] * 7)
+    generate(target, prompts, max_new_tokens=21)
+    assert len(launched) == 2
+    generate(target, prompts, max_new_tokens=21, batch_size=2)
+    assert len(launched) == 2 + 4  # without a drafter rows end together, two by two
+
+
+def test_a_stream_charges_its_seconds_where_they_were_spent():
+    """Until the first token, and from there to the last, the reader's own time counted."""
+    "".join(stream(TARGET, [1, 2, 3], drafter=rigged(ROWS, 2, W), max_new_tokens=31))
+    start = time.perf_counter()
+    pieces = stream(TARGET, [1, 2, 3], drafter=rigged(ROWS, 2, W), max_new_tokens=31)
+    next(pieces)
+    first = time.perf_counter() - start
+    time.sleep(0.5)
+    "".join(pieces)
+    wall = time.perf_counter() - start
+    stats = pieces.stats
+    assert stats.compile_seconds == 0
+    assert 0.5 * first < stats.first_token_seconds == stats.prefill_seconds <= first
+    assert 0.5 <= stats.decode_seconds <= wall - stats.first_token_seconds
+    assert stats.run_seconds == pytest.approx(wall, rel=0.1)
+
+
 def test_a_stream_is_a_round_ahead_and_copies_once_a_round(monkeypatch):
     launched, copied = [], []
     run_rounds, device_get = runner.run_rounds, jax.device_get

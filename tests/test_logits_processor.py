@@ -64,6 +64,28 @@ def test_one_banned_token_is_never_said():
     assert results[0][:3] == plain[0][:3]
 
 
+def test_a_result_made_of_constants_is_taken():
+    """JAX gives such an array a weak type."""
+
+    def only_three(logits_BV, tokens_BS, lengths_B):
+        return jnp.broadcast_to(jnp.where(jnp.arange(V) == 3, 0.0, -jnp.inf), logits_BV.shape)
+
+    (result,) = generate(TARGET, [[1]], max_new_tokens=4, logits_processor=only_three)
+    assert result.tokens == [3] * 4
+
+
+def test_a_callable_without_a_hash_is_an_error():
+    class Ban:
+        __hash__ = None
+
+        def __call__(self, logits_BV, tokens_BS, lengths_B):
+            return logits_BV
+
+    for wrong in (Ban(), 3):
+        with pytest.raises(ValueError, match=r"logits_processor=.* must be None, or a function or callable that has"):
+            generate(TARGET, [[1]], max_new_tokens=4, logits_processor=wrong)
+
+
 def test_a_result_of_another_shape_is_an_error():
     with pytest.raises(ValueError, match=r"logits_processor returned float32\[1\]; .* float32\[1,61\]"):
         generate(TARGET, [[1]], max_new_tokens=2, logits_processor=lambda logits, tokens, lengths: logits[:, 0])

@@ -29,10 +29,11 @@ ALLOWANCE_SHARE = 0.02  # and of every token so far
 LARGEST_DEBT = 2 * ALLOWANCE  # beside that share: what is lost beyond is not remembered
 HALF_LIFE = 32  # rounds after which what was accepted counts half
 FAR_HALF_LIFE = 128  # the same for slots that the present width does not reach
-PRIOR = 2.0  # rounds' worth of belief that slot 1 is right
+# The next four count verifications of a slot: a round of 8 rows has up to 8.
+PRIOR = 2.0  # worth of the belief that slot 1 is right
 DEEP_PRIOR = 4.0  # and that a later slot, where those before it were right, is as good as the last of them
-PRIOR_HALVES = 16.0  # rounds, of those that count of a slot, that make half of such a belief
-REMEMBERED = 4.0  # rounds' worth of what a slot did, down to which a new call halves it
+PRIOR_HALVES = 16.0  # after which such a belief is worth half
+REMEMBERED = 4.0  # down to which a new call halves what a slot did
 FIRST_REST, LONGEST_REST = 16, 256  # plain rounds before drafting is tried again
 LONGEST_CHUNK = 16  # rounds between two looks
 TRUSTED_ROUNDS = 3  # fewer timed rounds of a width are not held against it
@@ -219,14 +220,7 @@ class WidthController:
     def _best_width(self) -> tuple[int, int | None]:
         """The best width that can be afforded, and after how many tokens of plain decoding one can be that is expected
         to beat it; None: none is."""
-        known = [self.costs.get(width) is not None for width in self.widths]
-        tokens, survival, acceptance, prior = [1.0], 1.0, 1.0, PRIOR
-        for tried, kept in zip(self._tried[1:], self._kept[1:], strict=True):
-            prior /= 1 + tried / PRIOR_HALVES
-            acceptance = (kept + prior * acceptance) / (tried + prior)
-            prior = DEEP_PRIOR
-            survival *= acceptance
-            tokens.append(tokens[-1] + survival)
+        known, tokens = [self.costs.get(width) is not None for width in self.widths], self._expected_tokens()
         best, best_rate, wait = 1, MARGIN, math.inf
         for index, width in enumerate(self.widths[1:], start=1):
             if not (known[index] or known[index - 1]):
@@ -241,19 +235,30 @@ class WidthController:
             best = self._overdue(tokens, best_rate) or best
         return best, None if wait == math.inf else math.ceil(wait)
 
+    def _expected_tokens(self) -> list[float]:
+        """Of a round of width 1, 2 … up to the widest."""
+        tokens, survival, acceptance, prior = [1.0], 1.0, 1.0, PRIOR
+        for tried, kept in zip(self._tried[1:], self._kept[1:], strict=True):
+            prior /= 1 + tried / PRIOR_HALVES
+            acceptance = (kept + prior * acceptance) / (tried + prior)
+            prior = DEEP_PRIOR
+            survival *= acceptance
+            tokens.append(tokens[-1] + survival)
+        return tokens
+
     def _overdue(self, tokens: Sequence[float], best_rate: float) -> int | None:
         """A width that was not timed for long and may be better than the best, at what the next narrower one costs.
 
         It is tried for a round if that can be afforded: at what is known, or at as much for a slot as the narrower one.
         """
         fresh = self._fresh_costs()
-        plain = min(cost for _, cost in fresh)
+        cheapest = min(cost for _, cost in fresh)
         for width in self.widths[1:]:
             if self.costs.get(width) is None or self.costs.fresh(width):
                 continue
             narrower, least = max((other, cost) for other, cost in fresh if other < width)
-            cost = min(self._relative_cost(width), least * width / narrower / plain)
-            if tokens[width - 1] * plain / least > best_rate and cost - 1 <= self._left():
+            cost = min(self._relative_cost(width), least * width / narrower / cheapest)
+            if tokens[width - 1] * cheapest / least > best_rate and cost - 1 <= self._left():
                 return width
         return None
 
@@ -272,14 +277,14 @@ class WidthController:
         It is no cheaper than a narrower one, and no dearer than a wider one or than narrower ones in its stead.
         """
         known = [(other, cost) for other in self.widths if (cost := self.costs.get(other)) is not None]
-        plain, own = min(cost for _, cost in self._fresh_costs()), self.costs.get(width)
+        cheapest, own = min(cost for _, cost in self._fresh_costs()), self.costs.get(width)
         if own is not None and (width == 1 or self.costs.trusted(width)):
-            return own / plain
+            return own / cheapest
         below, cost = max((other, cost) for other, cost in known if other < width)
         if hopeful:
-            return cost / plain
+            return cost / cheapest
         above = [cost for other, cost in known if other >= width]
-        return min([cost * width / below, *above]) / plain
+        return min([cost * width / below, *above]) / cheapest
 
     def _fresh_costs(self) -> list[tuple[int, float]]:
         """Width and seconds of plain rounds, and of those that were timed lately."""

@@ -89,6 +89,7 @@ def generate(
         logits_processor: a pure function (logits_BV, tokens_BS, lengths_B) → logits_BV on the target's logits, before
             temperature; decoding/processing.py says what it is given. Compiled in: define it once, not once a call.
         stop_token_ids: ids below the target's vocab_size; default: those of the target. An empty list never stops.
+            Compiled in: another set is another compilation.
         batch_size: rows decoded together; default: all. Of a longer list, a prompt starts as soon as a row ends.
         progress: True shows a bar of finished prompts, text shows one with that label; or a function that is called as
             prompts finish, with how many did since its last call. What it raises ends the call.
@@ -99,7 +100,8 @@ def generate(
     Raises:
         ValueError: names the argument that is wrong: an empty prompt, a prompt that leaves no room in the target's
             context, an unknown role, ids outside the vocabulary, a width above the trained one, a setting out of its
-            range, an adaptive width with sampled proposals (the text would depend on timing).
+            range, an adaptive width with sampled proposals (the text would depend on timing) or on several processes'
+            devices (they would part).
 
     Warns:
         UserWarning: rows may grow past the drafter's max_position_embeddings.

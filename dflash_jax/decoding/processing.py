@@ -40,11 +40,9 @@ def process(
         seen_B = lengths_B + slot
         seen_BS = jnp.where(jnp.arange(tokens_BS.shape[1]) < seen_B[:, None], tokens_BS, V)
         result_BV = processor(logits_BV, seen_BS, seen_B)
-        if jax.typeof(result_BV) != jax.typeof(logits_BV):
-            raise ValueError(
-                f"logits_processor returned {jax.typeof(result_BV)}; it must return logits like those it is given, "
-                f"{jax.typeof(logits_BV)}"
-            )
+        given, got = (jax.typeof(array_BV) for array_BV in (logits_BV, result_BV))
+        if (got.shape, got.dtype) != (given.shape, given.dtype):
+            raise ValueError(f"logits_processor returned {got}; it must return logits like those it is given, {given}")
         return result_BV
 
     return jax.vmap(one_slot, in_axes=(1, 0), out_axes=1)(logits_BWV, jnp.arange(logits_BWV.shape[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -9,10 +10,14 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """Keeps the values of the keys that were asked for last, at most so many of them, and makes others anew."""
+    """Keeps the values of the keys that were asked for last, at most so many of them, and makes others anew.
+
+    Threads may share it.
+    """
 
     def __init__(self, most: int):
         self._most = most
+        self._lock = threading.RLock()  # as `make`, or a key's hash, may ask for another
         self._values: dict[Hashable, T] = {}  # the one that was asked for last at the end
 
     def __len__(self) -> int:
@@ -20,8 +25,9 @@ class Recent(Generic[T]):
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value of the key, `make()` where none is known."""
-        value = self._values.pop(key, None)  # in one step: threads may ask for the same
-        value = self._values[key] = make() if value is None else value
-        if len(self._values) > self._most:
-            del self._values[next(iter(self._values))]
-        return value
+        with self._lock:
+            value = self._values.pop(key, None)
+            value = self._values[key] = make() if value is None else value
+            if len(self._values) > self._most:
+                del self._values[next(iter(self._values))]
+            return value

@@ -85,6 +85,12 @@ def checked_request(target, prompts, options: Options) -> Request:
         raise ValueError(f"width={options.width!r} needs a drafter; without one nothing is proposed")
     drafter = NoDrafter() if options.drafter is None else options.drafter.model
     width, sampling = checked_options(options, len(prompts), drafter.max_width)
+    mesh = mesh_of(target.model)
+    if options.width == "adaptive" and mesh is not None and mesh.is_multi_process:
+        raise ValueError(
+            "width='adaptive' works on the devices of one process: each would choose widths by its own clock, and all "
+            "have to run the same programs; give a number"
+        )
     ids = [_token_ids(target, prompt, index) for index, prompt in enumerate(prompts)]
     context = target.config.max_position_embeddings
     for index, prompt in enumerate(ids):
@@ -105,7 +111,7 @@ def checked_request(target, prompts, options: Options) -> Request:
         drafter=drafter,
         settings=LoopSettings(
             width=width,
-            stop_tokens=tuple(sorted(stops)),
+            stop_tokens=tuple(sorted(set(stops))),
             truncate=bool((drawn_B & truncated_B).any()),
             # A greedy row's distribution is its argmax: where all are greedy, the simpler rule does the same.
             sampled_proposals=options.proposals == "sampled" and options.drafter is not None and bool(drawn_B.any()),
@@ -116,7 +122,7 @@ def checked_request(target, prompts, options: Options) -> Request:
         limits=limits,
         sampling=sampling,
         cache_length=cache_bucket(max(max(limits, default=0) + width, prompt_bucket(longest_prompt))),
-        mesh=mesh_of(target.model),
+        mesh=mesh,
     )
 
 
@@ -137,8 +143,8 @@ def checked_options(options: Options, rows: int, trained: int) -> tuple[int, Sam
         raise ValueError(f"max_new_tokens={options.max_new_tokens!r} must be an integer of 0 or more")
     if options.proposals not in ("argmax", "sampled"):
         raise ValueError(f"proposals={options.proposals!r} must be 'argmax' or 'sampled'")
-    if options.logits_processor is not None and not callable(options.logits_processor):
-        raise ValueError(f"logits_processor={options.logits_processor!r} must be a function or None")
+    if options.logits_processor is not None:
+        _check_processor(options.logits_processor)
     return _widest(options, trained), _sampling(options, rows)
 
 
@@ -186,6 +192,16 @@ def _widest(options: Options, trained: int) -> int:
             "these on timing"
         )
     return width
+
+
+def _check_processor(processor: Any) -> None:
+    """Raises ValueError where it can't be called, or not be known again: programs hold it."""
+    try:
+        known_again = callable(processor) and isinstance(hash(processor), int)
+    except TypeError:
+        known_again = False
+    if not known_again:
+        raise ValueError(f"logits_processor={processor!r} must be None, or a function or callable that has a hash")
 
 
 def _sampling(options: Options, count: int) -> Sampling:

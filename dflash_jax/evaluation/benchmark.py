@@ -215,7 +215,8 @@ def _settled_run(target: LoadedTarget, prompts: Sequence[Sequence[int]], **optio
 
 
 def _arm(runs: Sequence[Sequence[Generation]]) -> Arm:
-    """What the runs of one arm, equal but for their times, gave."""
+    """What the runs of one arm gave: medians of their times, and the counts of the first, which are those of all but
+    where the width is adaptive."""
     stats, rows = [run[0].stats for run in runs], runs[0]
     return Arm(
         tokens=sum(len(row.tokens) for row in rows),

@@ -16,12 +16,14 @@ TIMED_RUNS = 3  # the first that compiles nothing counts
 class Comparison:
     """Both generations of one prompt, timed after a first run that compiled and warmed up.
 
-    width: block width of the speculative arm, or "adaptive".
+    width: block width of the speculative arm, or "adaptive". drawn: whether its proposals were sampled and accepted by
+    chance, so that the texts are equally likely but need not be the same.
     """
 
     speculative: Generation
     autoregressive: Generation
     width: int | str
+    drawn: bool = False
 
     @property
     def same(self) -> bool:
@@ -59,7 +61,10 @@ class Comparison:
             ]
             if self.width == "adaptive":
                 lines.append(f"rounds by width    {_counts(speculative.rounds_by_width)}")
-        lines.append(f"identical tokens   {'yes' if self.same else 'NO'}")
+        answer = "yes" if self.same else "NO"
+        if not self.same and self.drawn:
+            answer = "no: sampled proposals draw other texts, equally likely"
+        lines.append(f"identical tokens   {answer}")
         return "\n".join(lines)
 
 
@@ -76,7 +81,8 @@ def compare(target, prompt, drafter, *, width: Width, **options) -> Comparison:
         return run
 
     width = drafter.model.max_width if width is None else width
-    return Comparison(timed(drafter=drafter, width=width), timed(), width)
+    drawn = options.get("proposals") == "sampled" and options.get("temperature", 0) > 0
+    return Comparison(timed(drafter=drafter, width=width), timed(), width, drawn)
 
 
 def _line(label: str, generation: Generation) -> str:
