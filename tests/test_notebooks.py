@@ -1,7 +1,7 @@
 """The notebooks run from top to bottom in a clean kernel, with small counts; in git they hold no outputs.
 
-Their target is SmolLM2. By default its place is taken by a small random model with the same tokenizer, and training is
-left out; all of them run on SmolLM2 itself with -m slow.
+Their target is SmolLM2. With -m long its place is taken by a small random model with the same tokenizer; with -m slow
+they run on SmolLM2 itself.
 """
 
 import importlib.util
@@ -101,7 +101,7 @@ def test_a_notebook_holds_no_outputs(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["01_generate.ipynb", "02_how_it_works.ipynb"])
+@pytest.mark.parametrize("name", SMALL)
 def test_a_notebook_runs_from_top_to_bottom(name, small_target, tmp_path):
     source = "".join(cell.source for cell in read(name).cells)
     values = SMALL[name] | {field: value for field, value in small_target.items() if f"\n{field} = " in f"\n{source}"}
