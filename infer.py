@@ -61,6 +61,7 @@ def main() -> None:
 
 def _run() -> bool:
     from dflash_jax import load_drafter, load_target, stream
+    from dflash_jax.data.formats import check_text
     from dflash_jax.decoding.request import width_from_flag
     from dflash_jax.evaluation.compare import compare
 
@@ -77,6 +78,7 @@ def _run() -> bool:
     if FLAGS.raw:
         if target.tokenizer is None:
             raise ValueError(f"target {target.source} has no tokenizer; --raw can't encode text")
+        check_text(FLAGS.prompt, "--prompt")
         prompt = target.tokenizer.encode(FLAGS.prompt)
     text = stream(target, prompt, drafter=drafter, width=width, **options)
     print(_compiling(), file=sys.stderr, flush=True)

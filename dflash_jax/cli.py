@@ -95,7 +95,8 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
 
 def run_command(main: Callable[[], object], *, goes_on: bool = False) -> None:
     """Runs a command whose flags absl has been told of. Flags that are wrong, and arguments that are none, end it as
-    `exit_with` does, and Ctrl-C as `ending_when_interrupted` does. Libraries keep to themselves what is no warning."""
+    `exit_with` does, Ctrl-C as `ending_when_interrupted` does, and so does a reader of the output who goes. Libraries
+    keep to themselves what is no warning."""
 
     def parsed(argv: Sequence[str]) -> list[str]:
         rest = parsed_flags(argv)
@@ -103,10 +104,21 @@ def run_command(main: Callable[[], object], *, goes_on: bool = False) -> None:
         return rest
 
     def interruptible(argv: list[str]) -> None:
-        with ending_when_interrupted(goes_on=goes_on):
+        with ending_when_interrupted(goes_on=goes_on), _ending_with_its_reader():
             main()
 
     app.run(interruptible, flags_parser=parsed)
+
+
+@contextlib.contextmanager
+def _ending_with_its_reader() -> Iterator[None]:
+    """Where whoever reads the output has gone, as `head` does, the program ends with status 1 and without a word."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the rest of it fails at the exit
+        raise SystemExit(1) from None
 
 
 def quieten_libraries() -> None:

@@ -190,6 +190,22 @@ def test_devices_of_several_processes_are_refused(monkeypatch):
         generate(TARGET, PROMPTS, drafter=DRAFTER, width="adaptive")
 
 
+def test_programs_that_are_compiled_at_every_launch_end(monkeypatch):
+    """As under jax.checking_leaks: what a launch costs is then never known."""
+    launch = runner.Runner._launch
+
+    def compiling(self, *arguments):
+        state, launched = launch(self, *arguments)
+        self._compilations += 1
+        return state, launched
+
+    monkeypatch.setattr(runner, "_COSTS", Recent(9))
+    monkeypatch.setattr(runner, "_CONTROLLERS", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(runner.Runner, "_launch", compiling)
+    (result,) = generate(TARGET, PROMPTS[:1], drafter=DRAFTER, width="adaptive", max_new_tokens=9)
+    assert result.tokens == plain_answers(0.0)[0][:9]
+
+
 def test_sampled_proposals_are_refused():
     with pytest.raises(ValueError, match="width='adaptive' needs proposals='argmax'"):
         generate(TARGET, PROMPTS, drafter=DRAFTER, width="adaptive", proposals="sampled", temperature=1.0)

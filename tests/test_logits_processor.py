@@ -86,6 +86,11 @@ def test_a_callable_without_a_hash_is_an_error():
             generate(TARGET, [[1]], max_new_tokens=4, logits_processor=wrong)
 
 
+def test_no_result_is_an_error():
+    with pytest.raises(ValueError, match="logits_processor returned a NoneType; it must return an array"):
+        generate(TARGET, [[1]], max_new_tokens=2, logits_processor=lambda logits, tokens, lengths: None)
+
+
 def test_a_result_of_another_shape_is_an_error():
     with pytest.raises(ValueError, match=r"logits_processor returned float32\[1\]; .* float32\[1,61\]"):
         generate(TARGET, [[1]], max_new_tokens=2, logits_processor=lambda logits, tokens, lengths: logits[:, 0])

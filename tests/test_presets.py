@@ -152,6 +152,8 @@ def test_what_the_hub_refuses_is_explained(error, message, monkeypatch):
 
 
 def test_sources_that_are_nothing_are_named(tmp_path):
+    with pytest.raises(ValueError, match="the name of the set is empty"):
+        presets.read_prompts("")
     with pytest.raises(ValueError, match=r"absent\.jsonl is neither a file or folder, nor a hub id, nor one of nemo"):
         presets.find_files("absent.jsonl", presets.CHATS)
     with pytest.raises(ValueError, match="there is no preset 'gsm'; there are nemotron"):

@@ -18,6 +18,31 @@ from dflash_jax.decoding.sampling import Purpose, Sampling, draw, log_distributi
 # temperature, top_k, top_p
 SETTINGS = [(1.0, None, None), (0.7, None, None), (1.0, None, 0.8), (1.0, 3, None), (0.7, 3, 0.8)]
 PROMPTS = random_prompts([2, 5, 3, 5, 4], vocab_size=V)  # one number of rows, for one set of programs
+FORCE = {
+    forced: lambda logits_BV, tokens_BS, lengths_B, forced=forced: logits_BV.at[:, 3].set(forced)
+    for forced in (2e9, 1e12, 3e38)
+}
+
+
+def sampling_of(temperature: float, top_p: float | None) -> Sampling:
+    """Of one row."""
+    values = jnp.float32([temperature]), jnp.int32([0]), jnp.float32([1 if top_p is None else top_p])
+    return Sampling(row_keys(0, 1), *values)
+
+
+@pytest.mark.parametrize("forced", [2e9, 1e12, 3e38])
+@pytest.mark.parametrize("top_p", [None, 0.9])
+def test_a_huge_logit_is_certain(forced, top_p):
+    """As a hook may set one; at a temperature that takes it beyond float32, too."""
+    logits_1WV = jnp.full((1, 2, V), -1.5).at[:, :, 3].set(forced)
+    for temperature in (1e-6, 0.1, 0.7, 1.0, 3.0):
+        sampling = sampling_of(temperature, top_p)
+        log_probs_1WV = jax.jit(log_distribution, static_argnames="truncate")(logits_1WV, sampling, truncate=True)
+        np.testing.assert_array_equal(np.exp(log_probs_1WV[0]), np.eye(V)[[3, 3]])
+    for proposals in ("argmax", "sampled"):
+        options = {"temperature": 0.7, "proposals": proposals, "logits_processor": FORCE[forced], "top_p": top_p}
+        (result,) = generate(TARGET, [PROMPT], drafter=DRAFTER, max_new_tokens=5, **options)
+        assert result.tokens == [3] * 5
 
 
 @pytest.mark.parametrize("proposals", ["argmax", "sampled"])

@@ -7,10 +7,12 @@ import time
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from small_models import random_target, rigged, script, scripted
 
 from dflash_jax.decoding.generate import generate, stream
-from dflash_jax.decoding.streaming import Stream
+from dflash_jax.decoding.streaming import Stream, _decoded
 
 # One, two, three and four bytes a character, a combining accent, a joined emoji, and a character Unicode reserves
 # for bytes that are none, written out by the model itself.
@@ -49,6 +51,27 @@ def test_text_comes_as_soon_as_its_round_is_done():
     assert list(stream(target, PROMPT, max_new_tokens=200)) == list("abcdefghij")
     drafter = rigged(rows, 2, width=8, vocab_size=256)
     assert list(stream(target, PROMPT, drafter=drafter, max_new_tokens=200)) == ["a", "bcd", "efg", "hij"]
+
+
+@given(st.lists(st.lists(st.one_of(st.integers(1, 255), st.sampled_from("aé€🎉".encode())), max_size=4), max_size=12))
+def test_any_bytes_in_any_rounds_give_the_text_of_all_of_them(rounds):
+    """Also those that are no text."""
+    ends = [(tokens, number == len(rounds)) for number, tokens in enumerate(rounds, start=1)]
+    every = [token for tokens in rounds for token in tokens]
+    assert "".join(_decoded(ByteTokenizer(), iter(ends))) == ByteTokenizer().decode(every)
+
+
+def test_a_long_text_is_not_decoded_again_and_again():
+    asked = []
+
+    class Counting(ByteTokenizer):
+        def decode(self, tokens, skip_special_tokens=False) -> str:
+            asked.append(len(tokens))
+            return super().decode(tokens)
+
+    rounds = [(list("日本".encode()[start : start + 2]), False) for start in (0, 2, 4)] * 100
+    assert "".join(_decoded(Counting(), iter(rounds))) == "日本" * 100
+    assert max(asked) <= 12
 
 
 @pytest.mark.parametrize("budget", [0, 1, 2, 3, 5, 40])

@@ -217,6 +217,8 @@ def find_files(source: str, preset: Preset) -> list[Path]:
       ValueError: there is no such file, or the set can't be downloaded, or holds no such files.
     """
     path = Path(source).expanduser()
+    if not source:
+        raise ValueError("the name of the set is empty")
     if path.is_file():
         files.kind_of(path)
         return [path]

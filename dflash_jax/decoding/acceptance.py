@@ -61,10 +61,10 @@ def cut_at_stop(chosen_BW: jax.Array, counts_B: jax.Array, stop_tokens: tuple[in
         return counts_B, jnp.zeros(counts_B.shape, bool)
     W = chosen_BW.shape[1]
     is_stop_BW = jnp.isin(chosen_BW, jnp.asarray(stop_tokens, chosen_BW.dtype))
-    first_stop_B = jnp.where(is_stop_BW.any(axis=1), jnp.argmax(is_stop_BW, axis=1), W)
+    first_stop_B = jnp.where(is_stop_BW.any(axis=1), jnp.argmax(is_stop_BW, axis=1), W).astype(jnp.int32)
     return jnp.minimum(counts_B, first_stop_B + 1), first_stop_B < counts_B
 
 
 def _leading(kept_BV: jax.Array) -> jax.Array:
     """How many from the first on are kept, int32 [B]."""
-    return jnp.cumprod(kept_BV.astype(jnp.int32), axis=1).sum(axis=1)
+    return jnp.cumprod(kept_BV.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)

@@ -150,7 +150,9 @@ def stream(target, prompt: Prompt, **options) -> Stream:
     """The text of one prompt as rounds commit it; options as in `generate`, batch_size and progress aside.
 
     Returns:
-        An iterator of pieces that never split a character. When it has ended, its `stats` are those of the call.
+        An iterator of pieces that never split a character, and join to the text that `generate` gives; but for bytes
+        that are no characters, where the tokenizer spells unknown ones byte by byte (SentencePiece's byte fallback).
+        When it has ended, its `stats` are those of the call.
 
     Raises:
         ValueError: as `generate`, and when the target has no tokenizer.

@@ -145,7 +145,11 @@ def run_rounds(
         state, counts_B, verified_B = one_round(target, drafter, state, settings)
         slots_W, counts_B1 = jnp.arange(W), counts_B[:, None]
         tried_BW = (slots_W < verified_B[:, None]) & (slots_W <= counts_B1) & (counts_B1 > 0)
-        return state, count + 1, tried_W + tried_BW.sum(0), kept_W + (slots_W < counts_B1).sum(0)
+        tried_W, kept_W = (
+            total_W + new_BW.sum(0, dtype=jnp.int32)
+            for total_W, new_BW in ((tried_W, tried_BW), (kept_W, slots_W < counts_B1))
+        )
+        return state, count + 1, tried_W, kept_W
 
     none_W = jnp.zeros((W,), jnp.int32)
     state, count, tried_W, kept_W = jax.lax.while_loop(go_on, body, (state, jnp.int32(0), none_W, none_W))

@@ -20,8 +20,8 @@ def process(
     logits of the next token, float32, before temperature, top-k and top-p · the row's tokens so far, prompt first,
     followed by V in every slot from lengths_B on, which is no token and which JAX drops when it scatters · how many
     tokens those are. It returns the new logits. It must be a pure function that JAX can trace, treat every row by
-    itself, and leave each row a finite logit (−inf bans a token). Speculative and autoregressive decoding then call
-    it with the same arguments for every token that is kept.
+    itself, and leave each row a finite logit (−inf bans a token, +inf is no logit). Speculative and autoregressive
+    decoding then call it with the same arguments for every token that is kept.
 
     Args:
         processor: None leaves the logits as they are.
@@ -40,6 +40,8 @@ def process(
         seen_B = lengths_B + slot
         seen_BS = jnp.where(jnp.arange(tokens_BS.shape[1]) < seen_B[:, None], tokens_BS, V)
         result_BV = processor(logits_BV, seen_BS, seen_B)
+        if not hasattr(result_BV, "dtype"):
+            raise ValueError(f"logits_processor returned a {type(result_BV).__name__}; it must return an array")
         given, got = (jax.typeof(array_BV) for array_BV in (logits_BV, result_BV))
         if (got.shape, got.dtype) != (given.shape, given.dtype):
             raise ValueError(f"logits_processor returned {got}; it must return logits like those it is given, {given}")

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from dflash_jax.decoding.loop import LoopSettings
 from dflash_jax.decoding.processing import LogitsProcessor
 from dflash_jax.decoding.sampling import Sampling, row_keys
+from dflash_jax.models.drafter_config import check_drafter_matches_target
 from dflash_jax.models.proposal import NoDrafter
 from dflash_jax.sharding import mesh_of
 
@@ -70,7 +71,7 @@ def checked_request(target, prompts, options: Options) -> Request:
     """
     if isinstance(prompts, str):
         raise ValueError("prompts is one string; pass a list of prompts")
-    if not hasattr(prompts, "__len__"):
+    if not hasattr(prompts, "__len__") or getattr(prompts, "ndim", 1) == 0:
         raise ValueError(f"prompts is a {type(prompts).__name__}; pass a list of prompts")
     if len(prompts) and all(isinstance(prompt, Mapping) for prompt in prompts):
         raise ValueError("prompts is one chat; pass a list of chats, [chat]")
@@ -83,6 +84,9 @@ def checked_request(target, prompts, options: Options) -> Request:
         raise ValueError(f"drafter is a {type(options.drafter).__name__}; pass what load_drafter returns, or None")
     if options.drafter is None and options.width not in (None, 1, "adaptive"):
         raise ValueError(f"width={options.width!r} needs a drafter; without one nothing is proposed")
+    drafter_config = getattr(options.drafter, "config", None)
+    if drafter_config is not None:
+        check_drafter_matches_target(drafter_config, target.config)
     drafter = NoDrafter() if options.drafter is None else options.drafter.model
     width, sampling = checked_options(options, len(prompts), drafter.max_width)
     mesh = mesh_of(target.model)
@@ -256,7 +260,8 @@ def _is_finite(value: Any) -> bool:
 
 def _per_row(name: str, value, count: int) -> list:
     """One value a row, from one for all or from a list of as many."""
-    if value is None or isinstance(value, str) or np.ndim(value) == 0:
+    listed = value.ndim > 0 if hasattr(value, "ndim") else isinstance(value, Sequence) and not isinstance(value, str)
+    if not listed:
         return [value] * count
     values = list(value)
     if len(values) != count:
@@ -279,15 +284,15 @@ def _token_ids(target, prompt, index: int) -> list[int]:
             ) from error
     if not ids:
         raise ValueError(f"prompts[{index}] is empty; decoding needs at least one token to start from")
-    worst = max(ids, key=lambda token: abs(token - target.config.vocab_size // 2))
-    if not 0 <= worst < target.config.vocab_size:
-        raise ValueError(f"prompts[{index}] holds token id {worst}; the target has {target.config.vocab_size} rows")
+    for token in ids:
+        if not 0 <= token < target.config.vocab_size:
+            raise ValueError(f"prompts[{index}] holds token id {token}; the target has {target.config.vocab_size} rows")
     return ids
 
 
 def _rendered(tokenizer, messages: Sequence, index: int) -> list[int]:
     from dflash_jax.data.chat import render
-    from dflash_jax.data.formats import PROMPT_ROLES, check_role
+    from dflash_jax.data.formats import PROMPT_ROLES, check_role, check_text
 
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
@@ -295,6 +300,7 @@ def _rendered(tokenizer, messages: Sequence, index: int) -> list[int]:
         if not isinstance(message["content"], str):
             raise ValueError(f"prompts[{index}][{place}]: content={message['content']!r} must be a string")
         check_role(message["role"], f"prompts[{index}][{place}]", PROMPT_ROLES)
+        check_text(message["content"], f"prompts[{index}][{place}]")
     return render(tokenizer, messages, add_generation_prompt=True)
 
 

@@ -130,14 +130,15 @@ class Runner:
         return state, Launched(width, progress, at, compilations, None)
 
     def _time_a_launch(self, state: LoopState) -> LoopState:
-        """Finds out, once for a program, what a launch costs that runs no round: the shortest of a few."""
-        seconds: list[float] = []
-        while self._costs.launch is None:
-            state, launched = self._launch(state, 1, 0, self._size)
-            self.collect(launched)
-            seconds += [self._ended - launched.at] if launched.compilations == self._compilations else []
-            if len(seconds) == EMPTY_LAUNCHES:
-                self._costs.launch = min(seconds)
+        """Finds out, once for a program, what a launch costs that runs no round: the shortest of a few, the first of
+        which may compile. Where all compile, as under jax.checking_leaks, it is not known."""
+        if self._costs.launch is None:
+            seconds: list[float] = []
+            for _ in range(1 + EMPTY_LAUNCHES):
+                state, launched = self._launch(state, 1, 0, self._size)
+                self.collect(launched)
+                seconds += [self._ended - launched.at] if launched.compilations == self._compilations else []
+            self._costs.launch = min(seconds, default=0.0)
         return state
 
     def _program(self):

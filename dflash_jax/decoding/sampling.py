@@ -79,12 +79,18 @@ def draw(log_probs_BWV: jax.Array, keys_B: jax.Array, positions_BW: jax.Array, p
 
 def uniform(keys_B: jax.Array, positions_BW: jax.Array, purpose: Purpose) -> jax.Array:
     """A number in [0, 1) for each position, float32 [B, W]."""
-    return jax.vmap(jax.vmap(jax.random.uniform))(_position_keys(keys_B, positions_BW, purpose))
+    keys_BW = _position_keys(keys_B, positions_BW, purpose)
+    return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32)))(keys_BW)
 
 
 def _tempered(logits_BWV: jax.Array, sampling: Sampling, truncate: bool) -> jax.Array:
-    """Logits of what a row draws from; those of greedy rows are not used."""
-    tempered_BWV = logits_BWV / jnp.maximum(sampling.temperature, 1e-6)[:, None, None]
+    """Logits of what a row draws from; those of greedy rows are not used.
+
+    The largest is 0 before anything is divided: divided by a small temperature it would overflow, or round in one part
+    of a program otherwise than in another.
+    """
+    below_BWV = logits_BWV - logits_BWV.max(axis=-1, keepdims=True)
+    tempered_BWV = below_BWV / jnp.maximum(sampling.temperature, 1e-6)[:, None, None]
     return keep_top(tempered_BWV, sampling.top_k, sampling.top_p) if truncate else tempered_BWV
 
 
@@ -94,4 +100,4 @@ def _position_keys(keys_B: jax.Array, positions_BW: jax.Array, purpose: Purpose 
 
 
 def _gumbel(keys_BW: jax.Array, V: int) -> jax.Array:
-    return jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (V,))))(keys_BW)
+    return jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (V,), jnp.float32)))(keys_BW)

@@ -37,15 +37,22 @@ class Stream(Iterator[str]):
 
 
 def _decoded(tokenizer, rounds: Iterator[tuple[list[int], bool]]) -> Generator[str]:
-    """Their text, whole characters at a time."""
-    tokens, shown = [], ""
+    """Their text, whole characters at a time.
+
+    Only the last tokens are decoded again: those that have been shown since the last but one end of a round that was
+    the end of a character, for tokenizers that treat the first token otherwise.
+    """
+    tokens, old, shown = [], 0, 0  # of those tokens: how many are older than the last such end; characters shown
     for new, done in rounds:
         tokens += new
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         whole = text if done else text.rstrip("�")
-        if len(whole) > len(shown):
-            yield whole[len(shown) :]
-            shown = whole
+        if len(whole) > shown:
+            yield whole[shown:]
+            shown = len(whole)
+        if whole == text and len(tokens) > old:
+            tokens = tokens[old:]
+            old, shown = len(tokens), len(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def _rounds(request: Request, clock: Clock, ended: Callable[[Stats], object]) -> Iterator[tuple[list[int], bool]]:

@@ -86,7 +86,10 @@ def run(config: BenchmarkConfig, on_cells: Callable[[Results], object] = lambda 
         for cell in new:
             logger.info("%s", cell)
         results = dataclasses.replace(results, cells=[*results.cells, *new])
-        on_cells(results)
+        if new:
+            on_cells(results)
+    if not results.cells:
+        raise ConfigError(f"prompts.sets={config.prompts.sets}: all texts end with their first token; nothing is timed")
     return dataclasses.replace(results, complete=True)
 
 
@@ -154,8 +157,7 @@ def measure(
 ) -> list[Cell]:
     """One cell a width, all against the same runs of plain decoding.
 
-    Raises:
-        ConfigError: every text ends with its first token, which prefill gives, so that there is nothing to time.
+    None, with a warning, where every text ends with its first token: prefill gives that, so there is nothing to time.
     """
     options = {
         "max_new_tokens": decoding.max_new_tokens,
@@ -175,7 +177,8 @@ def measure(
     timed = {width: all_runs[1:] for width, all_runs in runs.items()}
     plain = timed[1][0]
     if not any(row.acceptance_lengths for row in plain):
-        raise ConfigError(f"prompts.sets={source!r}: every text ends with its first token; there is nothing to time")
+        logger.warning("prompts.sets=%r: every text ends with its first token; there is nothing to time", source)
+        return []
     return [
         Cell(
             source=source,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from dflash_jax.config_parts import Rule, check_rules, checked_parts, defaults
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +110,8 @@ def _rules(parts: Mapping[str, Any]) -> list[Rule]:
         ),
         (
             "decoding.temperatures",
-            _several(decoding.temperatures) and all(math.isfinite(t) and t >= 0 for t in decoding.temperatures),
-            "different temperatures, at least one, each at least 0",
+            _several(decoding.temperatures) and all(0 <= t <= FLOAT32_MAX for t in decoding.temperatures),
+            "different temperatures, at least one, each at least 0 and finite in float32",
         ),
         (
             "decoding.widths",

@@ -122,7 +122,10 @@ def _define_flags() -> None:
     flags.DEFINE_string("width", None, "Block width, or adaptive; default: the drafter's.")
     flags.DEFINE_enum("dtype", "float32", sorted(EPSILON), "Of both models' parameters.")
     flags.DEFINE_float(
-        "epsilon", None, "Largest difference in logits that passes; default 0.3 in bfloat16, none in float32."
+        "epsilon",
+        None,
+        "Largest difference in logits that passes; default 0.3 in bfloat16, none in float32.",
+        lower_bound=0.0,
     )
 
 
