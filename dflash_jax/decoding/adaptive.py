@@ -35,7 +35,7 @@ DEEP_PRIOR = 4.0  # and that a later slot, where those before it were right, is 
 PRIOR_HALVES = 16.0  # after which such a belief is worth half
 REMEMBERED = 4.0  # down to which a new call halves what a slot did
 FIRST_REST, LONGEST_REST = 16, 256  # plain rounds before drafting is tried again
-LONGEST_CHUNK = 16  # rounds between two looks
+FIRST_CHUNK, LONGEST_CHUNK = 4, 16  # rounds between two looks: at most, in a new call and later
 TRUSTED_ROUNDS = 3  # fewer timed rounds of a width are not held against it
 SAMPLES = 9  # timings of a width that are remembered
 FRESH_ROUNDS = 128  # and for how many rounds, of any width: by then the machine may have become another
@@ -153,7 +153,7 @@ class WidthController:
         self._tried = [share * tried for share, tried in zip(shares, self._tried, strict=True)]
         self._kept = [share * kept for share, kept in zip(shares, self._kept, strict=True)]
         self._rest = min(self._rest, FIRST_REST)
-        self._width, self._chunk = 0, 1
+        self._chunk = min(self._chunk, FIRST_CHUNK)  # if it begins at the width at which the last call ended
 
     def next(self) -> tuple[int, int]:
         """The width to use now, and at most how many rounds before the next decision."""
