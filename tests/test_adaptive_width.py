@@ -230,7 +230,7 @@ def test_waiting_takes_few_launches(table):
 
 
 def test_a_call_that_goes_on_at_the_width_of_the_last_one_takes_few_launches():
-    """A launch costs a tenth of a plain round on two cores (docs/numbers.md)."""
+    """A launch costs an eighth of a plain round on two cores (docs/numbers.md)."""
     calls = 20
     run = Simulation(ACCELERATOR, right_in(W - 1), tokens=calls * 64, call=64)
     assert run.share(W, 64, calls * 64) > 0.9
