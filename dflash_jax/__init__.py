@@ -26,6 +26,11 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
+def __dir__() -> list[str]:
+    """For completion: what __getattr__ would load, too."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str):
     """Loads a public name when it is first used, so that importing the package costs nothing."""
     if name in _HOMES:

@@ -121,7 +121,8 @@ def test_a_slow_reader_is_no_cost_of_rounds(monkeypatch):
     for _ in stream(scripted(rows, tokenizer=Letters()), [1, 2], drafter=drafter, width="adaptive", max_new_tokens=100):
         time.sleep(pause)
     (costs,) = made
-    assert all(0 < costs.get(width) < pause / 2 for width in (1, 2, 4))
+    timed = [cost for width in (1, 2, 4) if (cost := costs.get(width)) is not None]
+    assert len(timed) > 1 and all(0 < cost < pause / 2 for cost in timed)
 
 
 def test_costs_are_measured_once_for_a_program(monkeypatch):

@@ -197,6 +197,7 @@ def test_prompts_of_forty_lengths_share_a_few_compilations():
         ([[1]], {"width": 5, "drafter": DRAFTER}, "width=5 must be 'adaptive' or between 1 and 4"),
         ([[1]], {"width": 0, "drafter": DRAFTER}, "width=0"),
         ([[1]], {"width": 2}, "width=2 needs a drafter"),
+        ([[1]], {"proposals": "sampled"}, "proposals='sampled' needs a drafter"),
         ([[1]], {"width": 4.0, "drafter": DRAFTER}, "width=4.0"),
         ([[1]], {"max_new_tokens": -1}, "max_new_tokens=-1"),
         ([[1]], {"max_new_tokens": 1.5}, "max_new_tokens=1.5 must be an integer"),

@@ -100,6 +100,7 @@ def test_the_status_is_the_verdict(monkeypatch, capsys, tmp_path, dtype, size, s
     said = capsys.readouterr()
     assert ("prompt 3: new token 4" in said.out) == (size is not None)  # the row of the file
     assert ("WRONG" in said.out or "ABOVE EPSILON" in said.out) == bool(status)
+    assert said.out.endswith(": NOT lossless\n" if status else ": lossless\n")
     assert f"{3 - len(found)} of 3 prompts identical" in said.out and "1" in said.err and "JSON" in said.err
 
 

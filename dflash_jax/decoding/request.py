@@ -84,6 +84,8 @@ def checked_request(target, prompts, options: Options) -> Request:
         raise ValueError(f"drafter is a {type(options.drafter).__name__}; pass what load_drafter returns, or None")
     if options.drafter is None and options.width not in (None, 1, "adaptive"):
         raise ValueError(f"width={options.width!r} needs a drafter; without one nothing is proposed")
+    if options.drafter is None and options.proposals == "sampled":
+        raise ValueError("proposals='sampled' needs a drafter; without one nothing is proposed")
     drafter_config = getattr(options.drafter, "config", None)
     if drafter_config is not None:
         check_drafter_matches_target(drafter_config, target.config)

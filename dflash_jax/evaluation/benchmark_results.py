@@ -30,11 +30,6 @@ class Arm:
         """Of decoding, all rows together; prefill and the tokens that it gives are left out."""
         return self.decoded_tokens / self.decode_seconds
 
-    @property
-    def seconds_per_round(self) -> float:
-        """Seconds of one pass of the loop."""
-        return self.decode_seconds / self.batch_rounds
-
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
@@ -60,10 +55,11 @@ class Cell:
 
     @property
     def break_even(self) -> float | None:
-        """The acceptance length from which on rounds of this cost beat plain decoding; None where the width varies."""
-        if self.width == "adaptive":
-            return None
-        return self.dflash.seconds_per_round / self.baseline.seconds_per_round
+        """The acceptance length from which on rounds of this cost beat plain decoding; None where the width varies.
+
+        In batches it holds what slots cost that wait for others at the end, in either arm.
+        """
+        return None if self.width == "adaptive" else self.acceptance.acceptance_length / self.speedup
 
     @property
     def place(self) -> tuple[float, float, int]:

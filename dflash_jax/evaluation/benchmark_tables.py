@@ -48,7 +48,7 @@ def _heading(results: Results) -> str:
         "τ is the acceptance length: tokens a round gives, the target's own token counted, over all rounds. Speed "
         "is that of decoding: prefill, its token and compilation are left out. Break-even is the τ from which on "
         "rounds of the measured cost beat plain decoding. Accepted/drafted is of all proposals; of an adaptive width, "
-        "of those that were verified.",
+        "of those that were verified, and slots that no round verified show 0.00.",
     ]
     return "\n".join(lines)
 

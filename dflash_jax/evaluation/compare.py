@@ -72,17 +72,17 @@ def compare(target, prompt, drafter, *, width: Width, **options) -> Comparison:
     """Decodes one prompt with the drafter and without; `options` as for `generate`, the same for both arms."""
 
     def timed(**arm) -> Generation:
-        generate(target, [prompt], **arm, **options)
+        generate(target, [prompt], **options | arm)
         # Adaptive widths are compiled when they are tried, so that a later run may compile too.
         for _ in range(TIMED_RUNS):
-            run = generate(target, [prompt], **arm, **options)[0]
+            run = generate(target, [prompt], **options | arm)[0]
             if not run.stats.compile_seconds:
                 break
         return run
 
     width = drafter.model.max_width if width is None else width
     drawn = options.get("proposals") == "sampled" and options.get("temperature", 0) > 0
-    return Comparison(timed(drafter=drafter, width=width), timed(), width, drawn)
+    return Comparison(timed(drafter=drafter, width=width), timed(proposals="argmax"), width, drawn)
 
 
 def _line(label: str, generation: Generation) -> str:

@@ -1,6 +1,6 @@
 """Checks that decoding with a drafter gives the target's own greedy text, prompt by prompt.
 
-    python -m dflash_jax.evaluation.lossless --target smollm2-135m-instruct --drafter runs/smollm2_quickstart/drafter \
+    python -m dflash_jax.evaluation.lossless --target smollm2-135m-instruct --drafter configs/drafters/smollm2 \
         --prompts configs/data/smollm2_docstrings.heldout.jsonl.gz --limit 64 --max_new_tokens 32
 
 In float32 every text must be identical. In bfloat16 a verify pass rounds otherwise than a single-token pass, so texts
@@ -100,6 +100,7 @@ def passes(found: Sequence[Difference], epsilon: float | None) -> bool:
 
 def report(found: Sequence[Difference], prompts: int, epsilon: float | None) -> str:
     """A line for each difference, and the count; epsilon as in `passes`."""
+    verdict = "lossless" if passes(found, epsilon) else "NOT lossless"
     judgement = "WRONG" if epsilon is None else "ABOVE EPSILON"
     bound = "and all must be" if epsilon is None else f"epsilon {epsilon}"
     lines = [
@@ -107,14 +108,14 @@ def report(found: Sequence[Difference], prompts: int, epsilon: float | None) -> 
         f"margin {d.margin:.3f}, logits {d.apart:.3f} apart{'' if passes([d], epsilon) else ' ' + judgement}"
         for d in found
     ]
-    return "\n".join([*lines, f"{prompts - len(found)} of {prompts} prompts identical, {bound}"])
+    return "\n".join([*lines, f"{prompts - len(found)} of {prompts} prompts identical, {bound}: {verdict}"])
 
 
 def _define_flags() -> None:
     flags.DEFINE_string("target", None, "Folder, hub id, or smollm2-135m-instruct.", required=True)
     flags.DEFINE_string("drafter", None, "Drafter folder or hub id.", required=True)
     flags.DEFINE_string(
-        "prompts", None, "File of prompts or chats, or name of a known set such as humaneval.", required=True
+        "prompts", None, "File of chats (docs/data.md), or name of a known set such as humaneval.", required=True
     )
     flags.DEFINE_integer("limit", 64, "Prompts to check, from the first.", lower_bound=1)
     flags.DEFINE_integer("max_new_tokens", 64, "New tokens of each.", lower_bound=1)
@@ -138,11 +139,11 @@ def _run(flag: flags.FlagValues) -> bool:
     config = read_target_config(flag.target)
     longest = longest_prompt(config.max_position_embeddings, flag.max_new_tokens)
     checked_options(Options(width=width), 1, read_drafter_config(flag.drafter, config).block_size)
+    conversations, read = read_prompts(flag.prompts, limit=flag.limit)
     target = load_target(flag.target, dtype=flag.dtype)
     drafter = load_drafter(flag.drafter, target=target, dtype=flag.dtype)
     if target.tokenizer is None:
         raise ValueError(f"--target={flag.target} has no tokenizer to render prompts with")
-    conversations, read = read_prompts(flag.prompts, limit=flag.limit)
     rows = target.config.vocab_size
     encoded = encode_prompts(target.tokenizer, conversations, read, max_prompt_length=longest, embedding_rows=rows)
     if not encoded:
