@@ -81,7 +81,9 @@ def test_two_processes_store_what_one_does_and_go_on_for_each_other(files):
     running[1].communicate(timeout=5)
     said, _ = running[0].communicate(timeout=30)
     assert running[1].returncode == -signal.SIGTERM and running[0].returncode != 0
-    assert "another task died" in said and "features → " not in said, said
+    # Which of the two JAX says depends on where process 0 waits when it is told.
+    assert "another task died" in said or "Task 1 heartbeat timeout" in said, said
+    assert "this process ends here" in said and "features → " not in said, said
     there = shards(out)
     assert [int(name[6:11]) for name in sorted(there)] == [0, 1, 2, 4]
     (out / "train-00003-of-00006.safetensors.0123abcd.tmp").touch()  # as a kill in the middle of a shard leaves it
